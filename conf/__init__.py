@@ -1,0 +1,1 @@
+"""Values of every option; the types and rules that they obey are in rlsp.config."""

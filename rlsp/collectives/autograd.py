@@ -1,0 +1,103 @@
+"""Collectives with their gradients: each forward is paired with the move or sum that is its transpose.
+
+A gradient that must be summed is raised to float32 (float64 stays), summed in the tree and rounded once, to the dtype
+it came in. It is one addend a rank: where a rank's gradient is itself a partial sum that was rounded below float32, the
+layout is already in its bits, and the caller reduces in float32 with the functions of `sums` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from rlsp.collectives.moves import fresh, gather, scatter_slice
+from rlsp.collectives.sums import all_reduce, reduce_scatter
+from rlsp.groups import Group
+
+
+def gather_rs(x: Tensor, group: Group, dim: int = 0) -> Tensor:
+    """Gather along `dim`; the gradient is reduce-scattered: every rank used the whole in its own way."""
+    return cast("Tensor", _GatherReduceScatter.apply(x, group, dim))
+
+
+def reduce_scatter_g(x: Tensor, group: Group, dim: int = 0) -> Tensor:
+    """Reduce-scatter float32 or float64 along `dim`; the gradient is gathered."""
+    return cast("Tensor", _ReduceScatterGather.apply(x, group, dim))
+
+
+def copy_ar(x: Tensor, group: Group) -> Tensor:
+    """Hand on a tensor that every rank holds; the gradient is all-reduced: every rank used it in its own way."""
+    return cast("Tensor", _CopyAllReduce.apply(x, group))
+
+
+def all_reduce_copy(x: Tensor, group: Group) -> Tensor:
+    """All-reduce float32 or float64; the gradient is handed on: every rank uses the same sum in the same way."""
+    return cast("Tensor", _AllReduceCopy.apply(x, group))
+
+
+def slice_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
+    """Take this rank's slice along `dim` of a tensor that every rank holds; the gradient is gathered."""
+    return cast("Tensor", _SliceGather.apply(x, group, dim))
+
+
+class _GatherReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _summed(grads[0], lambda wide: reduce_scatter(wide, ctx.group, ctx.dim)), None, None
+
+
+class _ReduceScatterGather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return reduce_scatter(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return gather(grads[0], ctx.group, ctx.dim), None, None
+
+
+class _CopyAllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return fresh(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _summed(grads[0], lambda wide: all_reduce(wide, ctx.group)), None
+
+
+class _AllReduceCopy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return fresh(grads[0]), None
+
+
+class _SliceGather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return scatter_slice(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return gather(grads[0], ctx.group, ctx.dim), None, None
+
+
+def _summed(gradient: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    wide = gradient if gradient.dtype == torch.float64 else gradient.to(torch.float32)
+    return reduce(wide).to(gradient.dtype)

@@ -1,0 +1,62 @@
+"""One experiment as a frozen, checked object: types and rules here, values in conf/."""
+
+from __future__ import annotations
+
+from rlsp.config.checks import SMALL_PRODUCT, violations
+from rlsp.config.job import Job
+from rlsp.config.plain import leaf_kinds, legal_text, to_plain, unknown_key
+from rlsp.config.rules import ConfigError, Violation
+from rlsp.config.schema import (
+    SCHEMA_NAME,
+    Config,
+    DeviceConfig,
+    DeviceKind,
+    Dtype,
+    EngineKind,
+    LaunchConfig,
+    ModelConfig,
+    NumericsConfig,
+    NumericsMode,
+    OptimizerConfig,
+    OptimizerKind,
+    ParallelConfig,
+    RolloutConfig,
+    TaskConfig,
+    TaskKind,
+    TrackerConfig,
+    TrackerMode,
+    from_plain,
+    register_schema,
+)
+
+__all__ = [
+    "SCHEMA_NAME",
+    "SMALL_PRODUCT",
+    "Config",
+    "ConfigError",
+    "DeviceConfig",
+    "DeviceKind",
+    "Dtype",
+    "EngineKind",
+    "Job",
+    "LaunchConfig",
+    "ModelConfig",
+    "NumericsConfig",
+    "NumericsMode",
+    "OptimizerConfig",
+    "OptimizerKind",
+    "ParallelConfig",
+    "RolloutConfig",
+    "TaskConfig",
+    "TaskKind",
+    "TrackerConfig",
+    "TrackerMode",
+    "Violation",
+    "from_plain",
+    "leaf_kinds",
+    "legal_text",
+    "register_schema",
+    "to_plain",
+    "unknown_key",
+    "violations",
+]

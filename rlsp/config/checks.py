@@ -1,0 +1,163 @@
+"""Every reason to refuse a config, all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, get_args, get_origin
+
+from rlsp.config.plain import leaf_kinds, rule_of
+from rlsp.config.rules import Violation
+from rlsp.config.schema import Config, DeviceKind
+
+SMALL_PRODUCT = 4096
+"""A matrix product of M·N·K up to this is left to another kernel, with other bits (NUMERICS §1.1, rule 1)."""
+
+
+@dataclass(frozen=True)
+class CrossRule:
+    """Relate several keys: the first is the one that a violation names, `legal` says what it may be."""
+
+    keys: tuple[str, ...]
+    holds: Callable[[Config], bool]
+    legal: Callable[[Config], str]
+
+
+def violations(config: Config) -> tuple[Violation, ...]:
+    """List everything that is wrong with a config; the empty tuple means that it may run.
+
+    A rule over several keys is tested where the others were not refused already: one mistake is named once.
+    """
+    single = tuple(_single_violations(config))
+    illegal = {violation.key for violation in single}
+    crossed: list[Violation] = []
+    blamed: set[str] = set()
+    for rule in CROSS_RULES:
+        named, *others = rule.keys
+        if illegal.isdisjoint(rule.keys) and blamed.isdisjoint(others) and not rule.holds(config):
+            crossed.append(Violation(named, value_at(config, named), rule.legal(config)))
+            blamed.add(named)
+    return single + tuple(crossed)
+
+
+def value_at(config: Config, key: str) -> Any:
+    """Look a dotted key up."""
+    return reduce(getattr, key.split("."), config)
+
+
+def _single_violations(config: Config) -> Iterator[Violation]:
+    for key, kind in leaf_kinds(Config):
+        value = value_at(config, key)
+        if get_origin(kind) is tuple:
+            rule, values = rule_of(get_args(kind)[0]), value
+        else:
+            rule, values = rule_of(kind), () if value is None else (value,)
+        if rule is not None:
+            yield from (Violation(key, item, rule.legal) for item in values if not rule.holds(item))
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def _smallest_weight(config: Config) -> int:
+    """Return the least N·K of a leaf product: one virtual shard of QKV, projection, FFN or LM head."""
+    model, width = config.model, config.numerics.virtual_tp
+    heads = model.num_attention_heads // width
+    shards = (heads * model.head_dim, model.ffn_hidden_size // width, config.padded_vocab // width)
+    return model.hidden_size * min(shards)
+
+
+def _rows_above(smallest: int) -> str:
+    return (
+        f"a power of two above {SMALL_PRODUCT // smallest} (below, this model's leaf products change kernels)"
+    )
+
+
+_VIRTUAL = ("numerics.virtual_tp",)
+_WORLD = ("parallel.dp", "parallel.cp", "parallel.tp")
+_SHAPES = (
+    "numerics.virtual_tp",
+    "model.hidden_size",
+    "model.num_attention_heads",
+    "model.head_dim",
+    "model.ffn_hidden_size",
+    "model.vocab_size",
+)
+_BACKENDS = {DeviceKind.cpu: "gloo", DeviceKind.cuda: "nccl"}
+
+CROSS_RULES = (
+    CrossRule(
+        ("numerics.virtual_tp", "model.num_query_groups"),
+        lambda c: c.model.num_query_groups % c.numerics.virtual_tp == 0,
+        lambda c: f"a power of two that divides model.num_query_groups={c.model.num_query_groups}",
+    ),
+    CrossRule(
+        ("numerics.virtual_tp", "model.ffn_hidden_size"),
+        lambda c: c.model.ffn_hidden_size % c.numerics.virtual_tp == 0,
+        lambda c: f"a power of two that divides model.ffn_hidden_size={c.model.ffn_hidden_size}",
+    ),
+    CrossRule(
+        ("model.num_attention_heads", "model.num_query_groups"),
+        lambda c: c.model.num_attention_heads % c.model.num_query_groups == 0,
+        lambda c: f"a multiple of model.num_query_groups={c.model.num_query_groups}",
+    ),
+    CrossRule(
+        ("parallel.tp", *_VIRTUAL),
+        lambda c: c.numerics.virtual_tp % c.parallel.tp == 0,
+        lambda c: f"{_divisors(c.numerics.virtual_tp)} (divisors of numerics.virtual_tp)",
+    ),
+    CrossRule(
+        ("parallel.sp", "parallel.tp"),
+        lambda c: c.parallel.sp in (1, c.parallel.tp),
+        lambda c: " or ".join(str(n) for n in sorted({1, c.parallel.tp})) + " (off, or equal to parallel.tp)",
+    ),
+    CrossRule(
+        ("parallel.dp", "prompts_per_rollout", "samples_per_prompt"),
+        lambda c: c.parallel.dp <= c.sequences_per_rollout,
+        lambda c: f"at most {c.sequences_per_rollout} (prompts_per_rollout × samples_per_prompt)",
+    ),
+    CrossRule(
+        ("rollout.tp", *_VIRTUAL),
+        lambda c: c.numerics.virtual_tp % c.rollout.tp == 0,
+        lambda c: f"{_divisors(c.numerics.virtual_tp)} (divisors of numerics.virtual_tp)",
+    ),
+    CrossRule(
+        ("rollout.tp", "rollout.engines", *_WORLD),
+        lambda c: c.rollout.engines is not None or c.world_size % c.rollout.tp == 0,
+        lambda c: f"a divisor of the world size {c.world_size}, or any that fits with rollout.engines stated",
+    ),
+    CrossRule(
+        ("rollout.engines", "rollout.tp", *_WORLD),
+        lambda c: (c.rollout.engines or 0) * c.rollout.tp <= c.world_size,
+        lambda c: f"null, or at most world size {c.world_size} / rollout.tp {c.rollout.tp}",
+    ),
+    CrossRule(
+        ("numerics.k_block", "numerics.q_block"),
+        lambda c: c.numerics.k_block == c.numerics.q_block,
+        lambda c: f"{c.numerics.q_block} (equal to numerics.q_block)",
+    ),
+    CrossRule(
+        ("numerics.row_tile", *_SHAPES),
+        lambda c: _smallest_weight(c) == 0 or c.numerics.row_tile * _smallest_weight(c) > SMALL_PRODUCT,
+        lambda c: _rows_above(_smallest_weight(c)),
+    ),
+    CrossRule(
+        ("numerics.token_block", *_SHAPES),
+        lambda c: _smallest_weight(c) == 0 or c.numerics.token_block * _smallest_weight(c) > SMALL_PRODUCT,
+        lambda c: _rows_above(_smallest_weight(c)),
+    ),
+    CrossRule(
+        ("numerics.q_block", "numerics.k_block", "model.head_dim"),
+        lambda c: c.numerics.q_block * c.numerics.k_block * c.model.head_dim > SMALL_PRODUCT,
+        lambda c: (
+            f"a power of two with q_block · k_block · head_dim {c.model.head_dim} above {SMALL_PRODUCT}"
+        ),
+    ),
+    CrossRule(
+        ("device.backend", "device.kind"),
+        lambda c: c.device.backend == _BACKENDS[c.device.kind],
+        lambda c: f"{_BACKENDS[c.device.kind]} (for device.kind={c.device.kind.name})",
+    ),
+)

@@ -1,0 +1,43 @@
+"""What the composing process hands to the ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from rlsp.config.plain import read_plain, to_plain
+from rlsp.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to be executed.
+
+    Attributes:
+        config: The checked config.
+        run_id: `<UTC yyyymmdd-hhmmss>-<6 hex>`; names folder, W&B run and manifest.
+        run_dir: Absolute path of the run folder.
+        overrides: What the user asked for on top of conf/, as typed.
+        command_line: The whole command.
+        started_at: UTC, ISO 8601.
+    """
+
+    config: Config
+    run_id: str
+    run_dir: str
+    overrides: tuple[str, ...]
+    command_line: tuple[str, ...]
+    started_at: str
+
+    def to_json(self) -> str:
+        """Write the job as JSON text that `from_json` reads back equal."""
+        return json.dumps(to_plain(self), indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """Read a job back.
+
+        Raises:
+            ConfigError: A key is unknown or missing, or a value has the wrong type; all of them are listed.
+        """
+        return read_plain(cls, json.loads(text))

@@ -1,0 +1,280 @@
+"""The schema of an experiment: types and no values; the values live in conf/."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from rlsp.config.plain import read_plain, to_plain
+from rlsp.config.rules import (
+    Count,
+    Even,
+    Finite,
+    Fraction,
+    GradLsb,
+    Label,
+    Name,
+    NotNegative,
+    Positive,
+    Project,
+    Resume,
+    Seed,
+    Tag,
+    Threads,
+    Tile,
+    Vocab,
+    Width,
+)
+from rlsp.layout import Layout, RolloutLayout, padded_vocab
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+SCHEMA_NAME = "rlsp_schema"
+
+
+class Dtype(Enum):
+    """Dtype of the weights and of matrix products."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+class EngineKind(Enum):
+    """What generates."""
+
+    native = "native"
+
+
+class TrackerMode(Enum):
+    """Where Weights & Biases keeps the mirror of a run."""
+
+    offline = "offline"
+    online = "online"
+    none = "none"
+
+
+class DeviceKind(Enum):
+    """What the ranks compute on."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class TaskKind(Enum):
+    """What is asked and how answers are scored."""
+
+    arithmetic = "arithmetic"
+    constant = "constant"
+
+
+class NumericsMode(Enum):
+    """Which arithmetic the run declares."""
+
+    strict = "strict"
+
+
+class OptimizerKind(Enum):
+    """How weights are updated."""
+
+    adamw = "adamw"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape a Qwen3-architecture model; its name is that of the file in conf/model."""
+
+    name: Name
+    num_layers: Count
+    hidden_size: Count
+    num_attention_heads: Count
+    num_query_groups: Count
+    head_dim: Even
+    ffn_hidden_size: Count
+    vocab_size: Vocab
+    rope_base: Positive
+    norm_epsilon: Positive
+    tie_embeddings: bool
+    init_std: Positive
+    dtype: Dtype
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Lay out training.
+
+    Shards of a sequence (cp), of a weight (tp) and of the residual stream (sp); replicas (dp).
+    """
+
+    cp: Count
+    tp: Count
+    sp: Count
+    dp: Count
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Lay out generation; engines is null for as many as fit, ignore_eos generates to the full length."""
+
+    engine: EngineKind
+    tp: Count
+    engines: Count | None
+    ignore_eos: bool
+
+
+@dataclass(frozen=True)
+class NumericsConfig:
+    """Fix the numeric contract: blocks in tokens, row_tile in rows, gradient sums in units of 2^-grad_lsb."""
+
+    mode: NumericsMode
+    virtual_tp: Width
+    token_block: Width
+    q_block: Width
+    k_block: Width
+    row_tile: Tile
+    grad_lsb: GradLsb
+    threads: Threads
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """Choose the task: max_operand bounds arithmetic's numbers, reward is what the constant task pays."""
+
+    kind: TaskKind
+    max_operand: Count
+    reward: Finite
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """Choose the device and the process-group backend that serves it."""
+
+    kind: DeviceKind
+    backend: str
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Parametrise the optimizer; the learning rate is a flat knob."""
+
+    kind: OptimizerKind
+    beta1: Fraction
+    beta2: Fraction
+    epsilon: Positive
+    weight_decay: NotNegative
+
+
+@dataclass(frozen=True)
+class TrackerConfig:
+    """Address the Weights & Biases run."""
+
+    mode: TrackerMode
+    project: Project
+    entity: Label | None
+    group: Label | None
+    tags: tuple[Tag, ...]
+    init_timeout_s: Positive
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Bound how long a collective may take (timeout_s) and how long ranks get to stop (grace_s)."""
+
+    timeout_s: Positive
+    grace_s: Positive
+    progress: bool
+
+
+@dataclass(frozen=True)
+class Config:
+    """One experiment, checked once and never changed."""
+
+    name: Name
+    seed: Seed
+    num_rollouts: Count
+    prompts_per_rollout: Count
+    samples_per_prompt: Count
+    max_response_tokens: Count
+    updates_per_rollout: Count
+    micro_batch_size: Count
+    learning_rate: NotNegative
+    clip_ratio: NotNegative
+    kl_coef: NotNegative
+    entropy_coef: NotNegative
+    temperature: Positive
+    grad_clip: NotNegative
+    resume: Resume | None
+    model: ModelConfig
+    parallel: ParallelConfig
+    rollout: RolloutConfig
+    numerics: NumericsConfig
+    task: TaskConfig
+    device: DeviceConfig
+    optimizer: OptimizerConfig
+    tracker: TrackerConfig
+    launch: LaunchConfig
+
+    @property
+    def world_size(self) -> int:
+        """Count the ranks that train; rollout uses them or a part of them."""
+        return self.parallel.dp * self.parallel.cp * self.parallel.tp
+
+    @property
+    def layout(self) -> Layout:
+        """Derive the training layout."""
+        return Layout(dp=self.parallel.dp, cp=self.parallel.cp, tp=self.parallel.tp, sp=self.parallel.sp)
+
+    @property
+    def rollout_layout(self) -> RolloutLayout:
+        """Derive the rollout layout: without a stated count, as many engines as fit."""
+        engines = self.rollout.engines or self.world_size // self.rollout.tp
+        return RolloutLayout(tp=self.rollout.tp, engines=engines, world_size=self.world_size)
+
+    @property
+    def sequences_per_rollout(self) -> int:
+        """Count the sequences of one rollout."""
+        return self.prompts_per_rollout * self.samples_per_prompt
+
+    @property
+    def padded_vocab(self) -> int:
+        """Derive the vocabulary that the embedding and the head store."""
+        return padded_vocab(self.model.vocab_size, self.numerics.virtual_tp)
+
+    @property
+    def config_hash(self) -> str:
+        """Hash the whole config: SHA-256 of its canonical JSON, 64 hex characters."""
+        canonical = json.dumps(to_plain(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def from_plain(plain: object) -> Config:
+    """Read a config back from what `to_plain` or Hydra's container wrote.
+
+    Raises:
+        ConfigError: A key is unknown or missing, or a value has the wrong type; all of them are listed.
+    """
+    return read_plain(Config, plain)
+
+
+def register_schema() -> None:
+    """Give Hydra the types, under the name that conf/config.yaml begins with."""
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    schema = OmegaConf.structured(Config)
+    _thaw(schema)
+    ConfigStore.instance().store(name=SCHEMA_NAME, node=schema)
+
+
+def _thaw(node: DictConfig) -> None:
+    """Lift the read-only flag that a frozen dataclass leaves, so that YAML can fill the node in."""
+    from omegaconf import DictConfig, OmegaConf
+
+    OmegaConf.set_readonly(node, None)
+    for key in node:
+        child = node._get_node(key)
+        if isinstance(child, DictConfig):
+            _thaw(child)

@@ -1,0 +1,215 @@
+"""What a rank contributes to the evidence: start-up facts, and each rollout's tensors and digests, handed to rank 0's recorder."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Sequence as Ordered
+from dataclasses import asdict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlsp import collectives, determinism
+from rlsp.config import Config, Job
+from rlsp.groups import Mesh
+from rlsp.model.assemble import Models
+from rlsp.model.weights import weights_digest
+from rlsp.model.wiring import STRICT, Operator, Phase
+from rlsp.report.manifest import RankAgreement, StartupFacts
+from rlsp.report.provenance import source_hash
+from rlsp.report.records import RolloutFacts, float64_bits
+from rlsp.report.recorder import Recorder
+from rlsp.rl.batch import RolloutBatch
+from rlsp.rl.task import Task, Tokenizer
+from rlsp.rl.update import Step
+
+ROUTES = [f"{phase.value}.{operator.value}" for phase in Phase for operator in Operator]
+
+
+class DisagreementError(RuntimeError):
+    """Ranks that should be alike are not; the message names them."""
+
+
+class Stopwatch:
+    """Measure the parts of one rollout, seconds."""
+
+    def __init__(self) -> None:
+        """Start."""
+        self._start = self._last = time.monotonic()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """Book the time since the last lap under `name`."""
+        now = time.monotonic()
+        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
+        self._last = now
+
+    @property
+    def total_s(self) -> float:
+        """Return the time since the start."""
+        return time.monotonic() - self._start
+
+
+def startup_facts(config: Config, models: Models, mesh: Mesh, task: Task, tokenizer: Tokenizer) -> StartupFacts:
+    """Compare all ranks before any data is exchanged, and return what the manifest says of the start.
+
+    Raises:
+        DisagreementError: On every rank, naming the ranks with another contract, code or kernels.
+    """
+    contract, certificate = models.contract, models.certificate
+    mine = bytes.fromhex(contract.sha256 + source_hash() + certificate.digest)
+    every = collectives.gather(torch.tensor([list(mine)], dtype=torch.uint8, device=_device(models)), mesh.world).tolist()
+    agreement = [_row(config, rank, bytes(row).hex()) for rank, row in enumerate(every)]
+    for what in ("contract_hash", "code_hash", "kernel_digest"):
+        values = [getattr(row, what) for row in agreement]
+        if len(set(values)) > 1:
+            raise DisagreementError(f"ranks disagree on {what}: " + ", ".join(f"rank {i} {v[:16]}" for i, v in enumerate(values)))
+    return StartupFacts(
+        contract={**asdict(contract), "elementwise": list(contract.elementwise)},
+        contract_hash=contract.sha256,
+        data_hash=task.content_hash,
+        tokenizer_hash=tokenizer.content_hash,
+        initial_weights_digest=weights_digest(models.trainer),
+        kernels=determinism.kernel_identity(config.device.kind.value),
+        certificate={"checks": certificate.checks, "digest": certificate.digest, "wide": len(certificate.wide), "leaf": list(certificate.narrowed)},
+        paths={f"{s.product.value} n={s.n} k={s.k}": "wide" for s in certificate.wide} | dict.fromkeys(certificate.narrowed, "leaf"),
+        agreement=tuple(agreement),
+    )
+
+
+class Evidence:
+    """Bring each rollout's evidence together and let rank 0 write it."""
+
+    def __init__(self, job: Job, mesh: Mesh, models: Models) -> None:
+        """Open the recorder on rank 0."""
+        self._config, self._mesh, self._models = job.config, mesh, models
+        self._recorder = Recorder(job.run_dir) if mesh.world.index == 0 else None
+        self._started = time.monotonic()
+
+    def record(
+        self,
+        index: int,
+        batch: RolloutBatch,
+        rewards: Ordered[float],
+        advantages: Tensor,
+        steps: Ordered[Step],
+        digests: tuple[str, str],
+        versions: tuple[int, int],
+        watch: Stopwatch,
+    ) -> None:
+        """Write rollout `index`; every rank calls it.
+
+        Args:
+            index: The rollout.
+            batch: Its sequences with what the rollout recorded.
+            rewards: One a sequence.
+            advantages: float32 [N].
+            steps: Its updates; the first one's forward pass is training's side of the comparison.
+            digests: The trainer's and the engines' weights at dispatch.
+            versions: Weight version of the engines, and of training at its first forward pass.
+            watch: The rollout's clock so far.
+
+        Raises:
+            DisagreementError: TP, CP or DP replicas hold other weights than rank 0 after the updates.
+        """
+        after = weights_digest(self._models.trainer)
+        self._same_everywhere(after)
+        routes = self._routes()
+        first = steps[0].forward
+        facts = RolloutFacts(
+            weight_version_rollout=versions[0],
+            weight_version_train=versions[1],
+            trainer_weights_digest=digests[0],
+            rollout_weights_digest=digests[1],
+            weights_digest=after,
+            gradient_norm=steps[-1].gradient_norm,
+            gradient_norm_bits=float64_bits(steps[-1].gradient_norm),
+            gradient_digest=steps[-1].gradient_digest,
+            gradient_norms=tuple(step.gradient_norm for step in steps),
+            updates=len(steps),
+            learning_rate=self._config.learning_rate,
+            routes=routes,
+            declared_routes=dict.fromkeys(ROUTES, STRICT),
+            cp_tokens=first.tokens_by_cp,
+            tp_replicas_agree=first.replicas_agree,
+            ranks_agree=True,
+            sequences=batch.tokens.shape[0],
+            sources={"rollout": "decode", "train": "forward"},
+        )
+        watch.lap("time/evidence_s")
+        if self._recorder is not None:
+            tensors = _tensors(batch, rewards, advantages, steps[0])
+            self._recorder.rollout(index, tensors, facts, self._metrics(batch, rewards, advantages, steps, versions, watch))
+
+    def _same_everywhere(self, digest: str) -> None:
+        mine = torch.tensor([list(bytes.fromhex(digest))], dtype=torch.uint8, device=_device(self._models))
+        every = [bytes(row).hex() for row in collectives.gather(mine, self._mesh.world).tolist()]
+        drifted = [rank for rank, held in enumerate(every) if held != every[0]]
+        if drifted:
+            raise DisagreementError(f"replicas drifted apart: ranks {drifted} hold other weights than rank 0")
+
+    def _routes(self) -> dict[str, dict[str, int]]:
+        """Return the calls of every rank since the last rollout, by operator and route."""
+        wirings = [m.wiring for m in (self._models.trainer, self._models.engine) if m is not None]
+        counts = {name: calls for wiring in wirings for name, calls in wiring.take_counts().items()}
+        mine = torch.tensor([counts.get(name, {}).get(STRICT, 0) for name in ROUTES], device=_device(self._models))
+        total = collectives.sum_integers(mine, self._mesh.world).tolist()
+        return {name: {STRICT: calls} for name, calls in zip(ROUTES, total, strict=True)}
+
+    def _metrics(
+        self, batch: RolloutBatch, rewards: Ordered[float], advantages: Tensor, steps: Ordered[Step], versions: tuple[int, int], watch: Stopwatch
+    ) -> dict[str, float]:
+        last, n = steps[-1], self._config.samples_per_prompt
+        lengths = batch.active_mask.sum(dim=1)
+        groups = [rewards[i : i + n] for i in range(0, len(rewards), n)]
+        active, laps = batch.active_tokens, watch.laps
+        return {
+            **{f"train/{name}": value for name, value in last.metrics.items()},
+            "train/gradient_norm": last.gradient_norm,
+            "train/clip_coefficient": last.clip,
+            "train/learning_rate": self._config.learning_rate,
+            "train/weight_version": versions[1] + len(steps),
+            "rollout/active_tokens": active,
+            "rollout/sequences": len(rewards),
+            "rollout/response_length_mean": active / len(rewards),
+            "rollout/response_length_max": int(lengths.max()),
+            "rollout/response_length_min": int(lengths.min()),
+            "rollout/weight_version": versions[0],
+            "reward/mean": float(np.mean(rewards)),
+            "reward/std": float(np.std(rewards)),
+            "reward/min": min(rewards),
+            "reward/max": max(rewards),
+            "reward/constant_groups_fraction": sum(min(g) == max(g) for g in groups) / len(groups),
+            "reward/advantage_max_abs": float(advantages.abs().max()),
+            **laps,
+            "time/total_s": watch.total_s,
+            "time/elapsed_s": time.monotonic() - self._started,
+            "time/rollout_tokens_per_s": active / laps["time/rollout_s"],
+            "time/train_tokens_per_s": active * len(steps) / laps["time/train_s"],
+            "memory/peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        }
+
+
+def _row(config: Config, rank: int, hashes: str) -> RankAgreement:
+    place = {axis: at for axis, at in config.layout.table()[rank].items() if axis != "rank"}
+    return RankAgreement(rank=rank, layout=place, contract_hash=hashes[:64], code_hash=hashes[64:128], kernel_digest=hashes[128:])
+
+
+def _tensors(batch: RolloutBatch, rewards: Ordered[float], advantages: Tensor, first: Step) -> dict[str, np.ndarray]:
+    return {
+        "tokens": batch.tokens.numpy(),
+        "active_mask": batch.active_mask.numpy(),
+        "lengths": batch.lengths.numpy(),
+        "rollout_logprob": batch.logp.numpy(),
+        "train_logprob": first.forward.logp.numpy(),
+        "rollout_row_digest": batch.row_digest.numpy(),
+        "train_row_digest": first.forward.row_digest.numpy(),
+        "rewards": np.asarray(rewards, dtype=np.float32),
+        "advantages": advantages.numpy(),
+    }
+
+
+def _device(models: Models) -> torch.device:
+    return next(models.trainer.parameters()).device

@@ -1,0 +1,89 @@
+"""From a checked configuration to certified models on one rank: the trainer's, the reference's and the engine's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rlsp.config import Config
+from rlsp.groups import Group, Mesh
+from rlsp.model.build import PolicyModel, build_model, copy_bits, initialize
+from rlsp.model.wiring import Phase, Wiring
+from rlsp.numerics.certificate import Certificate, Sharded, certify
+from rlsp.numerics.contract import Contract
+from rlsp.numerics.products import Product, Products, Shape
+
+
+@dataclass(frozen=True)
+class Models:
+    """What one rank computes with.
+
+    Attributes:
+        trainer: The policy in the training layout.
+        reference: The initial policy in the same layout, where kl_coef is above 0.
+        engine: The policy in the rollout layout; None where this rank idles during rollout.
+        contract: The numeric contract that all of them keep.
+        certificate: Which wide kernel calls they may use.
+    """
+
+    trainer: PolicyModel
+    reference: PolicyModel | None
+    engine: PolicyModel | None
+    contract: Contract
+    certificate: Certificate
+
+
+def contract_of(config: Config) -> Contract:
+    """Return the numeric contract that a configuration asks for."""
+    numerics = config.numerics
+    return Contract(
+        virtual_tp=numerics.virtual_tp,
+        token_block=numerics.token_block,
+        q_block=numerics.q_block,
+        k_block=numerics.k_block,
+        row_tile=numerics.row_tile,
+        grad_lsb=numerics.grad_lsb,
+        threads=numerics.threads,
+        dtype=config.model.dtype.value,
+        padded_vocab=config.padded_vocab,
+    )
+
+
+def assemble(config: Config, mesh: Mesh, device: torch.device) -> Models:
+    """Certify the kernels at the model's shapes, build the models and draw the initial weights.
+
+    Raises:
+        NoExactPathError: A kernel leaves no exact path on this machine.
+    """
+    contract = contract_of(config)
+    leaf = Products(contract.row_tile)
+    certificate = certify(leaf, wanted_products(config), contract.token_block, torch.get_num_threads())
+    products = leaf.certified(certificate.wide)
+    training = Wiring(Phase.TRAIN, contract, products, mesh.tp, mesh.cp, config.layout.sequence_parallel)
+    trainer = build_model(config.model, training, device)
+    initialize(trainer, config.seed, config.model.init_std, config.model.num_layers)
+    reference = None
+    if config.kl_coef > 0:
+        reference = build_model(config.model, training, device)
+        copy_bits(trainer, reference)
+    engine = None
+    if mesh.rollout_tp is not None:
+        alone = Group("rollout_cp", (mesh.world.rank,), 0)
+        generating = Wiring(Phase.ROLLOUT, contract, products, mesh.rollout_tp, alone, sequence_parallel=False)
+        engine = build_model(config.model, generating, device).requires_grad_(False)
+    return Models(trainer, reference, engine, contract, certificate)
+
+
+def wanted_products(config: Config) -> tuple[Sharded, ...]:
+    """Return every leaf product of a run, at the shard counts that its ranks hold at a time."""
+    model, virtual = config.model, config.numerics.virtual_tp
+    shards = tuple(sorted({virtual // config.parallel.tp, virtual // config.rollout.tp}))
+    hidden, block, head = model.hidden_size, config.numerics.k_block, model.head_dim
+    heads = (model.num_attention_heads + 2 * model.num_query_groups) * head
+    column = (heads, 2 * model.ffn_hidden_size, config.padded_vocab)
+    row = (model.num_attention_heads * head, model.ffn_hidden_size)
+    shapes = [(kind, out // virtual, hidden) for out in column for kind in (Product.COLUMN, Product.COLUMN_BACK, Product.TOKEN)]
+    shapes += [(kind, hidden, wide // virtual) for wide in row for kind in (Product.ROW, Product.ROW_BACK, Product.TOKEN)]
+    shapes += [(Product.ATTENTION, block, head), (Product.ATTENTION, head, block), (Product.ATTENTION_TOKEN, block, head)]
+    return tuple(Sharded(Shape(*shape), shards) for shape in dict.fromkeys(shapes))

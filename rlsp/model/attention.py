@@ -1,0 +1,166 @@
+"""Megatron-Core's core attention, over CP shards in training and over a block cache in the rollout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor, nn
+
+from rlsp import collectives
+from rlsp.model.rope import Rotate, rotary_table
+from rlsp.model.wiring import Operator, Wiring
+from rlsp.numerics.attention import KeyValueGradient, block_attention, block_attention_back, cached_attention
+from rlsp.numerics.fixed import from_fixed
+from rlsp.sequence import gather_positions, local_blocks, own_positions
+from rlsp.summation import Guard
+
+
+class KeyValueCache:
+    """Hold rotated keys and values of every layer in blocks, zero where nothing is stored (NUMERICS rule 8).
+
+    Attributes:
+        keys: One tensor a layer, [B, G, n_k, block, D] in the model's dtype.
+        values: Likewise.
+    """
+
+    def __init__(self, layers: int, batch: int, groups: int, length: int, block: int, head_dim: int, like: Tensor) -> None:
+        """Allocate room for `length` tokens, rounded up to blocks."""
+        shape = (batch, groups, -(-length // block), block, head_dim)
+        self.block = block
+        self.keys = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(layers)]
+        self.values = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(layers)]
+
+    def store(self, layer: int, key: Tensor, value: Tensor, positions: Tensor) -> None:
+        """Write keys and values [n, b, G, D] at int64 positions [n, b] of layer `layer` (from 0)."""
+        sequence = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+        for cache, new in ((self.keys[layer], key), (self.values[layer], value)):
+            cache[sequence, :, positions // self.block, positions % self.block] = new
+
+    def keep(self, sequences: Tensor) -> None:
+        """Drop every sequence but those of the int64 index `sequences`."""
+        self.keys = [x.index_select(0, sequences) for x in self.keys]
+        self.values = [x.index_select(0, sequences) for x in self.values]
+
+
+@dataclass
+class Channel(PackedSeqParams):
+    """Carry one call's positions and cache through Megatron-Core's layers to the core attention.
+
+    Attributes:
+        positions: int64 [s, 1] in training (this CP rank's positions) or [n, b] in the rollout.
+        cache: The rollout's cache; None in training.
+        blocks: Key blocks to visit in the rollout (up to the longest sequence).
+        guard: Where training notes leaves out of bound.
+        bound: Magnitude below which dK's and dV's leaves must stay.
+    """
+
+    positions: Tensor | None = None
+    cache: KeyValueCache | None = None
+    blocks: int = 0
+    guard: Guard | None = None
+    bound: float = 0.0
+
+
+class CoreAttention(nn.Module):
+    """Rotate q and k, then attend in canonical blocks."""
+
+    def __init__(self, *, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
+        """Take Megatron-Core's constructor arguments."""
+        super().__init__()
+        self.wiring: Wiring = config.wiring
+        self.layer_number = layer_number
+        self.head_dim: int = config.kv_channels
+        self.base: float = config.rope_base
+        self.scale = softmax_scale if softmax_scale is not None else float(self.head_dim) ** -0.5
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: Any, **_: Any
+    ) -> Tensor:
+        """Return [s, b, h·D] for query [s, b, h, D], key and value [s, b, G, D] before rotation."""
+        if not isinstance(packed_seq_params, Channel) or packed_seq_params.positions is None or attention_mask is not None:
+            raise ValueError("rlsp's core attention is causal and takes its positions from a Channel, with no mask and no packing")
+        self.wiring.count(Operator.ATTENTION)
+        channel = packed_seq_params
+        cosine, sine = (x.unsqueeze(2) for x in rotary_table(channel.positions, self.head_dim, self.base))
+        query, key = Rotate.apply(query, cosine, sine), Rotate.apply(key, cosine, sine)
+        if channel.cache is not None:
+            return self._cached(query, key, value, channel)
+        return _ContextAttention.apply(query, key, value, self, channel)
+
+    def _cached(self, query: Tensor, key: Tensor, value: Tensor, channel: Channel) -> Tensor:
+        """Store the new keys and values, then attend to the cache."""
+        n, b, heads, d = query.shape
+        groups = key.shape[2]
+        layer, cache = self.layer_number - 1, channel.cache
+        cache.store(layer, key, value, channel.positions)
+        keys, values = (x[layer][:, :, : channel.blocks].flatten(0, 1) for x in (cache.keys, cache.values))
+        rows = query.view(n, b, groups, -1, d).permute(1, 2, 0, 3, 4).reshape(b * groups, -1, d)
+        positions = channel.positions.t().reshape(b, 1, n, 1).expand(b, groups, n, heads // groups).reshape(b * groups, -1)
+        out = cached_attention(self.wiring.products, rows, keys, values, positions, self.scale).to(query.dtype)
+        return out.view(b, groups, n, -1, d).permute(2, 0, 1, 3, 4).reshape(n, b, heads * d)
+
+
+class _ContextAttention(torch.autograd.Function):
+    """Gather K and V over CP (moves bits), attend with this rank's queries, give dK and dV back by an exact sum."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, module: CoreAttention, channel: Channel) -> Tensor:
+        """Attend in blocks; keep what the backward pass recomputes from."""
+        wiring = module.wiring
+        block = wiring.contract.q_block
+        both = gather_positions(torch.stack((key, value), dim=1), wiring.cp)
+        keys, values = (_key_blocks(x, block) for x in both.unbind(dim=1))
+        queries = _query_blocks(query, key.shape[2], block)
+        blocks = local_blocks(both.shape[0], block, wiring.cp)
+        out, log_sum = block_attention(wiring.products, queries, keys, values, blocks, module.scale)
+        ctx.save_for_backward(queries, keys, values, out, log_sum)
+        ctx.module, ctx.channel, ctx.blocks, ctx.shape = module, channel, blocks, query.shape
+        return _from_query_blocks(out, query.shape).to(query.dtype).flatten(2)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        """Return dQ of the own queries and this rank's positions of the exact dK and dV."""
+        wiring, channel = ctx.module.wiring, ctx.channel
+        contract = wiring.contract
+        queries, keys = ctx.saved_tensors[:2]
+        b, groups = ctx.shape[1], keys.shape[0] // ctx.shape[1]
+        dout = _query_blocks(dy.view(ctx.shape), groups, contract.q_block)
+        dq, exact = block_attention_back(
+            wiring.products, dout, ctx.saved_tensors, ctx.blocks, ctx.module.scale, contract.grad_lsb, channel.bound
+        )
+        channel.guard.note(f"attention dK dV, layer {ctx.module.layer_number}", exact.within)
+        dk, dv = (x.to(dy.dtype) for x in _sum_over_context(exact, b, wiring))
+        return _from_query_blocks(dq, ctx.shape).to(dy.dtype), dk, dv, None, None
+
+
+def _sum_over_context(exact: KeyValueGradient, batch: int, wiring: Wiring) -> tuple[Tensor, Tensor]:
+    """Add dK and dV of all CP ranks as integers and return the own positions [s, b, G, D] in float32."""
+    total = collectives.sum_integers(torch.stack((exact.dk, exact.dv)), wiring.cp)
+    _, bg, n_k, block, d = total.shape
+    by_position = total.view(2, batch, bg // batch, n_k * block, d).permute(3, 0, 1, 2, 4)
+    own = from_fixed(own_positions(by_position, wiring.cp), wiring.contract.grad_lsb)
+    return own[:, 0].contiguous(), own[:, 1].contiguous()
+
+
+def _query_blocks(x: Tensor, groups: int, block: int) -> Tensor:
+    """Cut [s, b, h, D] into [b·G, n_q, h/G, block, D]."""
+    s, b, heads, d = x.shape
+    cut = x.reshape(s // block, block, b, groups, heads // groups, d).permute(2, 3, 0, 4, 1, 5)
+    return cut.reshape(b * groups, s // block, heads // groups, block, d)
+
+
+def _from_query_blocks(x: Tensor, shape: torch.Size) -> Tensor:
+    """Undo `_query_blocks` into `shape` [s, b, h, D]."""
+    s, b, heads, d = shape
+    bg, n_q, per_group, block, _ = x.shape
+    cut = x.view(b, bg // b, n_q, per_group, block, d).permute(2, 4, 0, 1, 3, 5)
+    return cut.reshape(s, b, heads, d)
+
+
+def _key_blocks(x: Tensor, block: int) -> Tensor:
+    """Cut [S, b, G, D] into [b·G, n_k, block, D]."""
+    s, b, groups, d = x.shape
+    return x.permute(1, 2, 0, 3).reshape(b * groups, s // block, block, d)

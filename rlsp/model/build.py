@@ -1,0 +1,212 @@
+"""Build Megatron-Core's GPTModel from rlsp's modules: the one place that knows its constructors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
+
+from rlsp.config import ModelConfig
+from rlsp.model.activation import SwiGLU, residual_add
+from rlsp.model.attention import Channel, CoreAttention
+from rlsp.model.compat import lone_group
+from rlsp.model.embedding import LanguageModelEmbedding
+from rlsp.model.head import OutputLayer, Vocabulary
+from rlsp.model.linear import ColumnParallelLinear, RowParallelLinear
+from rlsp.model.norm import HeadRMSNorm, RMSNorm
+from rlsp.model.wiring import Wiring
+from rlsp.summation import Guard, TokenSum
+
+
+@dataclass
+class RlspTransformerConfig(TransformerConfig):
+    """Megatron-Core's configuration with what rlsp's modules share."""
+
+    wiring: Wiring | None = None
+    rope_base: float = 1.0e6
+
+
+class PolicyModel(nn.Module):
+    """A Megatron-Core GPT model under the numeric contract.
+
+    Attributes:
+        gpt: The Megatron-Core model.
+        wiring: What its modules share.
+        vocabulary: Which of this rank's logits are true vocabulary.
+    """
+
+    def __init__(self, gpt: GPTModel, wiring: Wiring, vocab_size: int) -> None:
+        """Wrap a model that `build_model` made."""
+        super().__init__()
+        self.gpt = gpt
+        self.wiring = wiring
+        self.vocabulary = Vocabulary.of(wiring, vocab_size, next(gpt.parameters()).device)
+
+    def hidden(self, tokens: Tensor, channel: Channel) -> Tensor:
+        """Return the last hidden states [s(/tp), b, H] for tokens int64 [b, s] at the channel's positions."""
+        embedded = self.gpt.embedding(input_ids=tokens, position_ids=None)
+        return self.gpt.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=channel)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [s, b, V_local·n] for hidden states [s(/tp), b, H]."""
+        tied = self.gpt.share_embeddings_and_output_weights
+        weight = self.gpt.embedding.word_embeddings.weight if tied else None
+        return self.gpt.output_layer(hidden, weight=weight)[0]
+
+    def named_shards(self) -> Iterator[tuple[str, nn.Parameter, bool]]:
+        """Yield (name, parameter, sharded) in name order; a sharded one is [V_local, ...], the other is replicated."""
+        for name, parameter in sorted(self.gpt.named_parameters()):
+            yield name, parameter, parameter.dim() == 3  # noqa: PLR2004 - virtual shards are matrices
+
+    def attach_sums(self, guard: Guard) -> list[TokenSum]:
+        """Give every parameter its exact accumulator and return them in name order."""
+        lsb = self.wiring.contract.grad_lsb
+        sums = []
+        for name, parameter, _ in self.named_shards():
+            parameter.token_sum = TokenSum(name, parameter, parameter.rule, lsb, guard)  # type: ignore[attr-defined]
+            sums.append(parameter.token_sum)
+        return sums
+
+
+def build_model(shape: ModelConfig, wiring: Wiring, device: torch.device) -> PolicyModel:
+    """Build an uninitialised model on `device`, wired to the groups and the contract of `wiring`.
+
+    Raises:
+        ValueError: QKV and output projection do not agree on sequence parallelism, or a size does not divide.
+    """
+    initialize_rng_tracker(inference_rng_tracker=True)  # the stock tracker lives on CUDA; nothing here draws from it
+    config = _megatron_config(shape, wiring)
+    groups = ProcessGroupCollection(tp=lone_group(wiring.tp), cp=lone_group(wiring.cp), pp=lone_group(None), embd=None)
+    gpt = GPTModel(
+        config=config,
+        transformer_layer_spec=_block(shape.num_layers),
+        vocab_size=wiring.contract.padded_vocab,
+        max_sequence_length=1 << 20,
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=shape.tie_embeddings,
+        pg_collection=groups,
+    )
+    gpt.embedding = LanguageModelEmbedding(config, wiring.contract.padded_vocab, shape.hidden_size)
+    gpt.output_layer = OutputLayer(config, wiring.contract.padded_vocab, shape.hidden_size, shape.tie_embeddings)
+    gpt.setup_embeddings_and_output_layer()
+    for layer in gpt.decoder.layers:
+        agree_on_sequence_parallelism(layer.self_attention.linear_qkv, layer.self_attention.linear_proj)
+    return PolicyModel(gpt.to(device), wiring, shape.vocab_size)
+
+
+def agree_on_sequence_parallelism(qkv: nn.Module, projection: nn.Module) -> None:
+    """Refuse a layer whose QKV gathers the sequence while its output projection does not scatter it, or the reverse."""
+    if qkv.sequence_parallel != projection.sequence_parallel:
+        raise ValueError(
+            f"sequence parallelism: linear_qkv says {qkv.sequence_parallel}, linear_proj says "
+            f"{projection.sequence_parallel}; both must be the same"
+        )
+
+
+def initialize(model: PolicyModel, seed: int, init_std: float, num_layers: int) -> None:
+    """Draw initial weights keyed by (seed, name, virtual shard): the same bits in every layout.
+
+    Norm weights are 1; matrices are normal with `init_std`, divided by sqrt(2·num_layers) where they feed the residual
+    stream (Megatron-Core's scaled initialisation).
+    """
+    first = model.wiring.tp.index * (model.wiring.contract.virtual_tp // model.wiring.tp.size)
+    with torch.no_grad():
+        for name, parameter, sharded in model.named_shards():
+            if not sharded:
+                parameter.fill_(1.0)
+                continue
+            scaled = "linear_proj" in name or "linear_fc2" in name
+            std = init_std / (2.0 * num_layers) ** 0.5 if scaled else init_std
+            for local in range(parameter.shape[0]):
+                parameter[local] = _draw(seed, name, first + local, parameter[local].shape, std)
+
+
+def copy_bits(source: PolicyModel, target: PolicyModel) -> None:
+    """Copy every parameter's bits between two models of one layout."""
+    with torch.no_grad():
+        for (_, a, _), (_, b, _) in zip(source.named_shards(), target.named_shards(), strict=True):
+            b.copy_(a)
+
+
+def _draw(seed: int, name: str, shard: int, shape: torch.Size, std: float) -> Tensor:
+    """Draw one whole virtual shard in float32 from a generator of its own."""
+    key = hashlib.sha256(f"{seed}/{name}/{shard}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+    return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+
+
+def _megatron_config(shape: ModelConfig, wiring: Wiring) -> RlspTransformerConfig:
+    """Translate the model's shape into Megatron-Core's terms."""
+    dtype = getattr(torch, wiring.contract.dtype)
+    return RlspTransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        layernorm_epsilon=shape.norm_epsilon,
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=wiring.tp.size,
+        context_parallel_size=wiring.cp.size,
+        sequence_parallel=wiring.sequence_parallel,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        use_te_activation_func=True,
+        wiring=wiring,
+        rope_base=shape.rope_base,
+    )
+
+
+def _block(num_layers: int) -> TransformerBlockSubmodules:
+    """Return the specs of all layers: one object a layer, since Megatron-Core 0.19 rewrites the MLP's in place."""
+    return TransformerBlockSubmodules(layer_specs=[_layer() for _ in range(num_layers)], layer_norm=RMSNorm)
+
+
+def _layer() -> ModuleSpec:
+    """Return one Qwen3 layer: pre-norm attention with QK-norm, pre-norm SwiGLU."""
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=CoreAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=HeadRMSNorm,
+        k_layernorm=HeadRMSNorm,
+    )
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU)
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
+            self_attn_bda=residual_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=ModuleSpec(module=MLP, submodules=mlp),
+            mlp_bda=residual_add,
+        ),
+    )
+

@@ -1,0 +1,172 @@
+"""Column- and row-parallel linear layers whose outputs and gradients are the same bits in every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlsp import collectives
+from rlsp.model.wiring import Wiring
+from rlsp.numerics.tree import tree_sum
+from rlsp.summation import Rule, Span
+
+
+class ShardedLinear(nn.Module):
+    """Hold a weight as virtual shards [V_local, N, K] and the wiring; refuse what the contract cannot keep."""
+
+    def __init__(self, shape: tuple[int, int, int], config: Any, bias: bool, is_expert: bool, tp_group: Any) -> None:
+        """Allocate the weight uninitialised; `model.build.initialize` draws it shard by shard."""
+        super().__init__()
+        self.wiring: Wiring = config.wiring
+        if bias or is_expert:
+            raise ValueError("rlsp's linear layers have no bias and serve no experts")
+        own = self.wiring.tp
+        if tp_group is not None and (tp_group.size() != own.size or (own.size > 1 and tp_group is not own.handle)):
+            raise ValueError("an rlsp model keeps its own collectives: tp_group must be the group it was built with")
+        self.sequence_parallel = self.wiring.sequence_parallel
+        self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+        self.weight.rule = Rule(Span.TOKENS, self.wiring.contract.token_block)  # type: ignore[attr-defined]
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Return nothing: checkpoints go through `model.checkpoint` (Megatron-Core 0.16 calls this on every child)."""
+        return {}
+
+
+class ColumnParallelLinear(ShardedLinear):
+    """Shard the output: gather the sequence (SP), one leaf product a virtual shard with whole K.
+
+    Backward: the input's gradient is the tree over V of the shards' partial products, reduce-scattered under SP; the
+    weight's gradient is the exact sum of token leaves.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        bias: bool = False,
+        is_expert: bool = False,
+        tp_group: Any = None,
+        **_: Any,
+    ) -> None:
+        """Take Megatron-Core's constructor arguments; sizes are those of the logical tensor."""
+        virtual = config.wiring.contract.virtual_tp
+        shape = (virtual // config.wiring.tp.size, output_size // virtual, input_size)
+        super().__init__(shape, config, bias, is_expert, tp_group)
+
+    def forward(self, x: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        """Return [s, b, V_local·N] for x [s(/tp), b, K], and no bias; `weight` replaces the own one (tied head)."""
+        return _Column.apply(x, self.weight if weight is None else weight, self.wiring), None
+
+
+class RowParallelLinear(ShardedLinear):
+    """Shard the input: one leaf product a virtual shard, the tree over V, reduce-scatter (SP) or all-reduce, one rounding."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        bias: bool = False,
+        input_is_parallel: bool = True,
+        is_expert: bool = False,
+        tp_group: Any = None,
+        **_: Any,
+    ) -> None:
+        """Take Megatron-Core's constructor arguments; sizes are those of the logical tensor."""
+        if not input_is_parallel:
+            raise ValueError("rlsp's row-parallel linear takes an input that is already sharded")
+        virtual = config.wiring.contract.virtual_tp
+        shape = (virtual // config.wiring.tp.size, output_size, input_size // virtual)
+        super().__init__(shape, config, bias, is_expert, tp_group)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Return [s(/tp), b, N] for x [s, b, V_local·K], and no bias."""
+        return _Row.apply(x, self.weight, self.wiring), None
+
+
+class _Column(torch.autograd.Function):
+    """y_v = x·w_vᵀ."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, wiring: Wiring) -> Tensor:
+        """Keep the gathered input: gathering again would cost one more collective than its memory is worth here."""
+        full = collectives.gather(x, wiring.tp, dim=0) if wiring.sequence_parallel else x
+        ctx.save_for_backward(full, weight)
+        ctx.wiring = wiring
+        return wiring.products.column(rows(full), weight).to(x.dtype).view(*full.shape[:2], -1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        """Sum the input's gradient over the tree of virtual shards; add the weight's token leaves."""
+        full, weight = ctx.saved_tensors
+        wiring: Wiring = ctx.wiring
+        v, n, _ = weight.shape
+        partial = tree_sum(wiring.products.column_back(rows(dy), weight)).view(full.shape)
+        add_token_leaves(wiring, weight, by_shard(dy, v), by_shard(full, 1))
+        return reduce_rows(partial, wiring).to(full.dtype), None, None
+
+
+class _Row(torch.autograd.Function):
+    """y = tree over v of x_v·w_vᵀ."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, wiring: Wiring) -> Tensor:
+        """Sum the local subtree, then the ranks' part of the same tree, then round once."""
+        ctx.save_for_backward(x, weight)
+        ctx.wiring = wiring
+        partial = tree_sum(wiring.products.row(rows(x), weight)).view(*x.shape[:2], -1)
+        return reduce_rows(partial, wiring).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        """Gather the output's gradient (SP); whole N inside a leaf; add the weight's token leaves."""
+        x, weight = ctx.saved_tensors
+        wiring: Wiring = ctx.wiring
+        full = collectives.gather(dy, wiring.tp, dim=0) if wiring.sequence_parallel else dy
+        dx = wiring.products.row_back(rows(full), weight).to(x.dtype).view(x.shape)
+        add_token_leaves(wiring, weight, by_shard(full, 1), by_shard(x, weight.shape[0]))
+        return dx, None, None
+
+
+def rows(x: Tensor) -> Tensor:
+    """View [s, b, n] as rows [s·b, n]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def by_shard(x: Tensor, shards: int) -> Tensor:
+    """View [s, b, V·n] as [s, b, V, n]."""
+    return x.reshape(x.shape[0], x.shape[1], shards, -1)
+
+
+def reduce_rows(partial: Tensor, wiring: Wiring) -> Tensor:
+    """Continue the tree over the ranks of TP: own sequence shard under SP, every row otherwise. Float32 in and out."""
+    if wiring.sequence_parallel:
+        return collectives.reduce_scatter(partial, wiring.tp, dim=0)
+    return collectives.all_reduce(partial, wiring.tp)
+
+
+def add_token_leaves(wiring: Wiring, weight: Tensor, dy: Tensor, x: Tensor) -> None:
+    """Add a weight's gradient leaves: token_block consecutive tokens of one sequence each.
+
+    Args:
+        wiring: The model's wiring.
+        weight: The parameter, with its `token_sum`.
+        dy: [s, b, V or 1, N] output gradients; s is a multiple of the token block.
+        x: [s, b, V or 1, K] inputs.
+    """
+    block = wiring.contract.token_block
+    left, right = _cut(dy, block), _cut(x, block)
+    at_once = max(1, (1 << 23) // weight.numel())  # bounds the leaves' temporary to 64 MiB of int64
+    for a, b in zip(left.split(at_once), right.split(at_once), strict=True):
+        weight.token_sum.add(wiring.products.token(a, b))  # type: ignore[attr-defined]
+
+
+def _cut(x: Tensor, block: int) -> Tensor:
+    """Cut [s, b, V, n] into leaves [s/block·b, block, V, n]."""
+    s, b, v, n = x.shape
+    return x.view(s // block, block, b, v, n).transpose(1, 2).reshape(-1, block, v, n)

@@ -1,0 +1,59 @@
+"""RMSNorm on sequence shards and on heads, with exact weight gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlsp.model.wiring import Wiring
+from rlsp.numerics.elementwise import rms_norm, rms_norm_back
+from rlsp.summation import Rule, Span
+
+
+class RMSNorm(nn.Module):
+    """Normalise each token over the hidden size; under SP the TP ranks hold different tokens, and their leaves add up."""
+
+    def __init__(self, *, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        """Take Megatron-Core's constructor arguments."""
+        super().__init__()
+        wiring: Wiring = config.wiring
+        self.epsilon = eps
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
+        self.weight.rule = self._rule(wiring, config.num_attention_heads)  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised `x` [..., hidden_size]."""
+        return _Norm.apply(x, self.weight, self.epsilon)
+
+    @staticmethod
+    def _rule(wiring: Wiring, _heads: int) -> Rule:
+        return Rule(Span.WORLD if wiring.sequence_parallel else Span.TOKENS, block=1)
+
+
+class HeadRMSNorm(RMSNorm):
+    """Normalise each head (QK-norm): heads are sharded over TP whether or not SP is on."""
+
+    @staticmethod
+    def _rule(_wiring: Wiring, heads: int) -> Rule:
+        return Rule(Span.WORLD, block=1, copies=heads)
+
+
+class _Norm(torch.autograd.Function):
+    """Apply `numerics.elementwise.rms_norm`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Keep the input and the reciprocal rms."""
+        y, reciprocal = rms_norm(x, weight, epsilon)
+        ctx.save_for_backward(x, weight, reciprocal)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        """Return the input's gradient; add one leaf a token (and head) to the weight's exact sum."""
+        x, weight, reciprocal = ctx.saved_tensors
+        dx, leaves = rms_norm_back(dy, x, weight, reciprocal)
+        weight.token_sum.add(leaves.reshape(-1, weight.numel()))
+        return dx, None, None

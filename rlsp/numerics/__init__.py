@@ -1,0 +1,1 @@
+"""The numeric contract: which sums are taken, in which order, by which kernel."""

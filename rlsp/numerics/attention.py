@@ -1,0 +1,183 @@
+"""Causal attention in fixed blocks: the order of every sum is the order of positions, whoever computes it.
+
+Key blocks are visited in position order by an online softmax; a query visits the blocks up to its own and no other. The
+training path works on whole query blocks, the cached path on single queries; both call the same row products and the
+same elementwise steps, so a token's bits are the same on either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlsp.numerics.fixed import to_fixed, within
+from rlsp.numerics.products import Products, fresh, widened
+
+MASKED = -1.0e30  # finite: exp(MASKED − m) is 0 and 0·MASKED is 0, where −inf would leave NaN
+
+
+@dataclass(frozen=True)
+class KeyValueGradient:
+    """Exact gradients of keys and values: int64 units of 2^-lsb, [B, n_k, k_block, D], and whether every leaf was in bound."""
+
+    dk: Tensor
+    dv: Tensor
+    within: Tensor
+
+
+def block_attention(
+    products: Products, q: Tensor, k: Tensor, v: Tensor, q_blocks: tuple[int, ...], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend every query block to the key blocks up to its own.
+
+    Args:
+        products: Leaf products.
+        q: [B, n_q, G, block, D]; B is batch × key-value heads, G the query heads of one key-value head.
+        k: [B, n_k, block, D], all key blocks from position 0 on.
+        v: [B, n_k, block, D].
+        q_blocks: The position (in blocks) of each query block, ascending.
+        scale: Factor on the scores.
+
+    Returns:
+        Output float32 [B, n_q, G, block, D] and log-sum-exp float32 [B, n_q, G, block].
+    """
+    b, n_q, g, block, d = q.shape
+    rows, keys, values = widened(q).view(b, n_q * g * block, d), widened(k), widened(v)
+    top = rows.new_full((b, n_q * g * block, 1), MASKED)
+    total, out = torch.zeros_like(top), torch.zeros_like(rows)
+    visible = _causal(block, g, q.device)
+    for j in range(k.shape[1]):
+        start = _first_at_least(q_blocks, j) * g * block
+        if start == rows.shape[1]:
+            break
+        scores = products.attention(fresh(rows[:, start:]), fresh(keys[:, j]).transpose(1, 2)) * scale
+        diagonal = _is_diagonal(q_blocks, j)
+        if diagonal:
+            scores[:, : g * block] = torch.where(visible, scores[:, : g * block], MASKED)
+        old = top[:, start:]
+        new = torch.maximum(old, scores.amax(dim=-1, keepdim=True))
+        weights = torch.exp(scores - new)
+        if diagonal:
+            weights[:, : g * block] = torch.where(visible, weights[:, : g * block], 0.0)
+        decay = torch.exp(old - new)
+        total[:, start:] = total[:, start:] * decay + weights.sum(dim=-1, keepdim=True)
+        out[:, start:] = out[:, start:] * decay + products.attention(weights, fresh(values[:, j]))
+        top[:, start:] = new
+    log_sum = top + torch.log(total)
+    return (out / total).view(b, n_q, g, block, d), log_sum.view(b, n_q, g, block)
+
+
+def block_attention_back(
+    products: Products,
+    dout: Tensor,
+    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    q_blocks: tuple[int, ...],
+    scale: float,
+    lsb: int,
+    bound: float,
+) -> tuple[Tensor, KeyValueGradient]:
+    """Return the gradients of `block_attention`.
+
+    dQ is summed over key blocks in position order. dK and dV leave one leaf a query block and group, summed exactly.
+
+    Args:
+        products: Leaf products.
+        dout: [B, n_q, G, block, D].
+        saved: q, k, v as given, output and log-sum-exp as returned by `block_attention`.
+        q_blocks: The position of each query block, ascending.
+        scale: Factor on the scores.
+        lsb: Unit of the exact sums, 2^-lsb.
+        bound: Magnitude below which every leaf element must stay.
+
+    Returns:
+        dQ float32 [B, n_q, G, block, D], and this rank's share of dK and dV.
+    """
+    q, k, v, out, log_sum = saved
+    b, n_q, g, block, d = q.shape
+    shape = (b, n_q * g * block, d)
+    rows, keys, values = widened(q).view(shape), widened(k), widened(v)
+    grad = widened(dout).view(shape)
+    delta = (grad * out.view(shape)).sum(dim=-1, keepdim=True)
+    lse = log_sum.reshape(b, -1, 1)
+    dq = torch.zeros_like(rows)
+    dk, dv = (torch.zeros(k.shape, dtype=torch.int64, device=q.device) for _ in range(2))
+    visible, inside = _causal(block, g, q.device), torch.tensor(True, device=q.device)
+    for j in range(k.shape[1]):
+        start = _first_at_least(q_blocks, j) * g * block
+        if start == rows.shape[1]:
+            break
+        part, part_grad, key = fresh(rows[:, start:]), fresh(grad[:, start:]), fresh(keys[:, j])
+        weights = torch.exp(products.attention(part, key.transpose(1, 2)) * scale - lse[:, start:])
+        if _is_diagonal(q_blocks, j):
+            weights[:, : g * block] = torch.where(visible, weights[:, : g * block], 0.0)
+        dweights = products.attention(part_grad, fresh(values[:, j]).transpose(1, 2))
+        dscores = weights * (dweights - delta[:, start:]) * scale
+        dq[:, start:] += products.attention(dscores, key)
+        for total, left, right in ((dk, dscores, part), (dv, weights, part_grad)):
+            leaves = products.attention_token(left.view(-1, g * block, block), right.view(-1, g * block, d))
+            inside = inside & within(leaves, bound)
+            total[:, j] += to_fixed(leaves, lsb).view(b, -1, block, d).sum(dim=1)
+    return dq.view(b, n_q, g, block, d), KeyValueGradient(dk, dv, inside)
+
+
+def cached_attention(
+    products: Products, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float
+) -> Tensor:
+    """Attend single queries to a block cache: the same bits as `block_attention` gives the same tokens.
+
+    Args:
+        products: Leaf products.
+        q: [B, R, D]: R queries of key-value head B (new tokens × query heads of the group).
+        k: [B, n_k, block, D] cached keys, zero where nothing is stored yet.
+        v: [B, n_k, block, D].
+        positions: int64 [B, R], each query's position; it sees the keys at positions up to its own.
+        scale: Factor on the scores.
+
+    Returns:
+        float32 [B, R, D].
+    """
+    b, r, d = q.shape
+    n_k, block = k.shape[1], k.shape[2]
+    tiles = -(-r // products.row_tile) * products.row_tile
+    rows = torch.zeros((b, tiles, d), dtype=torch.float32, device=q.device)
+    rows[:, :r] = q
+    where = torch.zeros((b, tiles), dtype=torch.int64, device=q.device)
+    where[:, :r] = positions
+    spread = rows.unsqueeze(1).expand(b, n_k, tiles, d).reshape(b * n_k, tiles, d)
+    keys = widened(k).view(b * n_k, block, d)
+    scores = products.attention(spread, keys.transpose(1, 2)).view(b, n_k, tiles, block) * scale
+    key_position = torch.arange(n_k * block, device=q.device).view(1, n_k, 1, block)
+    visible = key_position <= where.view(b, 1, tiles, 1)
+    scores = torch.where(visible, scores, MASKED)
+    tops = torch.cummax(scores.amax(dim=-1, keepdim=True), dim=1).values
+    weights = torch.where(visible, torch.exp(scores - tops), 0.0)
+    sums = weights.sum(dim=-1, keepdim=True)
+    products_v = products.attention(weights.view(b * n_k, tiles, block), widened(v).view(b * n_k, block, d))
+    partial = products_v.view(b, n_k, tiles, d)
+    top = rows.new_full((b, tiles, 1), MASKED)
+    total, out = torch.zeros_like(top), torch.zeros_like(rows)
+    last_block = (where // block).unsqueeze(-1)
+    for j in range(n_k):
+        live, decay = last_block >= j, torch.exp(top - tops[:, j])
+        total = torch.where(live, total * decay + sums[:, j], total)
+        out = torch.where(live, out * decay + partial[:, j], out)
+        top = tops[:, j]
+    return (out / total)[:, :r]
+
+
+def _causal(block: int, group: int, device: torch.device) -> Tensor:
+    """Return the mask of a diagonal block, bool [G·block, block]: key ≤ query."""
+    index = torch.arange(block, device=device)
+    return (index.unsqueeze(0) <= index.unsqueeze(1)).repeat(group, 1)
+
+
+def _first_at_least(q_blocks: tuple[int, ...], j: int) -> int:
+    """Return how many query blocks lie before key block j: they do not see it."""
+    return sum(block < j for block in q_blocks)
+
+
+def _is_diagonal(q_blocks: tuple[int, ...], j: int) -> bool:
+    """Return whether the first query block that sees key block j is block j itself."""
+    return j in q_blocks

@@ -1,0 +1,40 @@
+"""The base of every JSON document in a run folder: frozen, closed, and written in one form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rlsp.report.files import EvidenceError, write_atomically
+
+
+class Document(BaseModel):
+    """A frozen JSON document: unknown keys are errors, non-finite numbers become strings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    def to_bytes(self) -> bytes:
+        """Encode the document; the same document always gives the same bytes."""
+        return self.model_dump_json(indent=2).encode() + b"\n"
+
+    def write(self, path: Path) -> None:
+        """Write the document to `path`, whole or not at all."""
+        write_atomically(path, self.to_bytes())
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a document.
+
+        Raises: EvidenceError: The file is missing, is no JSON, or does not fit the schema; the first fault is
+            named.
+        """
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise EvidenceError(f"{path.name} cannot be read: {error.strerror or error}") from error
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(str(part) for part in first["loc"]) or "the document"
+            raise EvidenceError(f"{path.name} is damaged: {place}: {first['msg']}") from error

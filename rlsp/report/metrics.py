@@ -1,0 +1,106 @@
+"""The one registry of metrics: what a run may log, what it means, and which value a summary keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from rlsp.report.files import EvidenceError
+
+STEP = "rollout"
+RECORDED_PREFIX = "consistency/"
+
+
+class Keep(Enum):
+    """Which value of a metric stands for the whole run."""
+
+    LAST = "last"
+    MAX = "max"
+    MIN = "min"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric: its name `section/name`, what it says, and the value that a summary keeps."""
+
+    name: str
+    description: str
+    keep: Keep = Keep.LAST
+
+
+def _registry(*metrics: Metric) -> Mapping[str, Metric]:
+    return {metric.name: metric for metric in metrics}
+
+
+METRICS = _registry(
+    Metric("train/loss", "the loss that is differentiated, per active token"),
+    Metric("train/policy_loss", "its PPO part"),
+    Metric("train/kl", "k3 estimate of the KL to the initial policy, per active token"),
+    Metric("train/entropy", "mean entropy over the true vocabulary, nats"),
+    Metric("train/gradient_norm", "norm of the last update's gradient, before clipping"),
+    Metric("train/clip_coefficient", "what the last update's gradient was multiplied by"),
+    Metric("train/learning_rate", "of the last update"),
+    Metric("train/clip_fraction", "part of the active tokens whose PPO ratio was clipped"),
+    Metric("train/ratio_max", "largest PPO ratio of the last update", Keep.MAX),
+    Metric("train/ratio_min", "smallest PPO ratio of the last update", Keep.MIN),
+    Metric("train/updates", "updates made so far"),
+    Metric("train/micro_batches", "micro-batches of one update on rank 0"),
+    Metric("train/weight_version", "version of the weights after the updates"),
+    Metric("train/padding_fraction", "part of the trained positions that is padding"),
+    Metric("rollout/active_tokens", "tokens that the rollout generated and that count"),
+    Metric("rollout/sequences", "sequences that the rollout generated"),
+    Metric("rollout/response_length_mean", "mean response length, tokens"),
+    Metric("rollout/response_length_max", "longest response, tokens", Keep.MAX),
+    Metric("rollout/response_length_min", "shortest response, tokens", Keep.MIN),
+    Metric("rollout/finished_fraction", "part of the responses that end with EOS"),
+    Metric("rollout/logprob_mean", "mean log-probability of the drawn tokens, nats"),
+    Metric("rollout/weight_version", "version of the weights that drew the tokens"),
+    Metric("rollout/steps", "decode steps that the engines took"),
+    Metric("reward/mean", "mean reward"),
+    Metric("reward/std", "standard deviation of the rewards"),
+    Metric("reward/min", "smallest reward", Keep.MIN),
+    Metric("reward/max", "largest reward", Keep.MAX),
+    Metric(
+        "reward/constant_groups_fraction", "part of the prompts whose samples all got one reward: no signal"
+    ),
+    Metric("reward/advantage_max_abs", "largest |advantage|"),
+    Metric("consistency/active_tokens", "tokens compared"),
+    Metric("consistency/mismatched_tokens", "tokens whose two log-probabilities differ in any bit", Keep.MAX),
+    Metric("consistency/mismatched_rows", "tokens whose full-vocabulary logits differ in any bit", Keep.MAX),
+    Metric("consistency/missing_tokens", "active tokens without a finite value on one side", Keep.MAX),
+    Metric("consistency/max_abs", "largest |delta log-probability|", Keep.MAX),
+    Metric("consistency/mean_abs", "mean |delta log-probability|", Keep.MAX),
+    Metric("consistency/max_ulp", "largest distance in float32 steps", Keep.MAX),
+    Metric("consistency/kl_k1", "k1 estimate of KL(rollout || train)"),
+    Metric("consistency/kl_k3", "k3 estimate of KL(rollout || train)", Keep.MAX),
+    Metric("consistency/ppl_ratio", "perplexity of training over that of the rollout"),
+    Metric("consistency/ess", "effective sample size over active tokens, 1 is best", Keep.MIN),
+    Metric("time/rollout_s", "generating, seconds"),
+    Metric("time/sync_s", "handing the weights to the engines and proving them equal, seconds"),
+    Metric("time/reward_s", "scoring, seconds"),
+    Metric("time/train_s", "all updates of the rollout, seconds"),
+    Metric("time/forward_s", "forward passes of the updates, seconds"),
+    Metric("time/backward_s", "backward passes of the updates, seconds"),
+    Metric("time/optimizer_s", "gradient norm, clipping and weight update, seconds"),
+    Metric("time/evidence_s", "gathering evidence, seconds"),
+    Metric("time/total_s", "the whole rollout with its updates, seconds"),
+    Metric("time/elapsed_s", "since the run started, seconds"),
+    Metric("time/rollout_tokens_per_s", "active tokens generated a second"),
+    Metric("time/train_tokens_per_s", "active tokens trained a second"),
+    Metric("memory/peak_mib", "largest resident size of rank 0 so far, MiB", Keep.MAX),
+)
+
+
+def refuse_unknown(names: Iterable[str]) -> None:
+    """Refuse names that are not registered, and those that only the recorder fills in.
+
+    Raises:
+        EvidenceError: All such names are listed.
+    """
+    unknown = sorted(name for name in names if name not in METRICS)
+    recorded = sorted(name for name in names if name in METRICS and name.startswith(RECORDED_PREFIX))
+    faults = [f"unknown metric {name}" for name in unknown]
+    faults += [f"{name} is filled in by the recorder" for name in recorded]
+    if faults:
+        raise EvidenceError("; ".join(faults) + " (the registry is rlsp/report/metrics.py)")

@@ -1,0 +1,136 @@
+"""The gates that look at the run: versions, routes, agreement of the ranks, completeness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rlsp.report.evidence import RunEvidence
+from rlsp.report.findings import Findings, GateResult
+from rlsp.report.manifest import RankAgreement
+
+
+def version(run: RunEvidence) -> GateResult:
+    """Ask whether every rollout drew its tokens with the weights that the trainer had at dispatch."""
+    found = Findings()
+    startup = run.manifest.startup if run.manifest else None
+    for index, record in sorted(run.records.items()):
+        if record.weight_version_rollout != record.weight_version_train:
+            found.faults.append(
+                f"rollout {index} was drawn with weight version {record.weight_version_rollout}, "
+                f"the trainer had version {record.weight_version_train}"
+            )
+        if record.rollout_weights_digest != record.trainer_weights_digest:
+            found.faults.append(
+                f"rollout {index}: the engines held weights {record.rollout_weights_digest}, the trainer "
+                f"{record.trainer_weights_digest}"
+            )
+        if index == 0:
+            expected, source = startup.initial_weights_digest if startup else None, "the run began with"
+        else:
+            before = run.records.get(index - 1)
+            expected, source = before.weights_digest if before else None, f"rollout {index - 1} ended with"
+        if expected is not None and record.trainer_weights_digest != expected:
+            found.faults.append(
+                f"rollout {index}: the trainer had weights {record.trainer_weights_digest} at dispatch, "
+                f"but {source} {expected}"
+            )
+    if not run.records:
+        found.doubts.append("no rollout was recorded")
+    return found.result("version")
+
+
+def routes(run: RunEvidence) -> GateResult:
+    """Ask whether every declared operator ran by its declared route, and nothing fell back."""
+    found = Findings()
+    for index, record in sorted(run.records.items()):
+        if not record.declared_routes:
+            found.doubts.append(f"rollout {index}: no route was declared")
+        for operator, declared in sorted(record.declared_routes.items()):
+            calls = record.routes.get(operator, {})
+            if calls.get(declared, 0) == 0:
+                found.faults.append(f"rollout {index}: {operator} never ran by its declared route {declared}")
+            for route, count in sorted(calls.items()):
+                if route != declared and count:
+                    found.faults.append(
+                        f"rollout {index}: {operator} fell back from {declared} to {route} in {count} calls"
+                    )
+        for operator in sorted(record.routes.keys() - record.declared_routes.keys()):
+            found.faults.append(f"rollout {index}: {operator} ran without a declared route")
+    if not run.records:
+        found.doubts.append("no rollout was recorded")
+    return found.result("routes")
+
+
+def agreement(run: RunEvidence) -> GateResult:
+    """Ask whether all ranks had one contract, one code, the same kernels, and the manifest's layout."""
+    found = Findings()
+    found.faults += [
+        f"rollout {index}: the ranks disagreed about a step"
+        for index, r in sorted(run.records.items())
+        if not r.ranks_agree
+    ]
+    if run.manifest is None or run.manifest.startup is None:
+        found.doubts.append("the manifest has no start-up facts: nothing says that the ranks agreed")
+        return found.result("agreement")
+    startup = run.manifest.startup
+    places = {row.rank: row.model_dump(exclude={"rank"}) for row in run.manifest.layout.table}
+    said = [row.rank for row in startup.agreement]
+    if sorted(said) != sorted(places):
+        found.faults.append(f"start-up: ranks {sorted(said)} reported, the layout has {sorted(places)}")
+    for row in startup.agreement:
+        here = {axis: index for axis, index in row.layout.items() if axis != "rank"}
+        if row.rank in places and here != places[row.rank]:
+            found.faults.append(
+                f"start-up: rank {row.rank} stands at {here}, the layout says {places[row.rank]}"
+            )
+    shared: tuple[tuple[str, str, Callable[[RankAgreement], str]], ...] = (
+        ("contract", startup.contract_hash, lambda row: row.contract_hash),
+        ("code", run.manifest.code.source_hash, lambda row: row.code_hash),
+        (
+            "kernels",
+            startup.agreement[0].kernel_digest if startup.agreement else "",
+            lambda row: row.kernel_digest,
+        ),
+    )
+    for what, expected, of in shared:
+        for row in startup.agreement:
+            if of(row) != expected:
+                found.faults.append(f"start-up: rank {row.rank} has {what} {of(row)}, not {expected}")
+    return found.result("agreement")
+
+
+def counts(run: RunEvidence) -> GateResult:
+    """Ask whether every rollout and every step is present, once."""
+    found = Findings()
+    found.faults += [f"{path} belongs to no rollout" for path in run.strays]
+    if run.planned is None:
+        found.doubts.append("the manifest does not say how many rollouts were planned")
+        return found.result("counts")
+    wanted = list(range(run.planned.num_rollouts))
+    for what, present in (
+        ("tensor file", sorted(run.measured)),
+        ("entry in consistency.json", sorted(run.records)),
+        ("row in metrics.jsonl", list(run.rows)),
+    ):
+        if present == wanted:
+            continue
+        lost = [str(index) for index in wanted if index not in present]
+        if lost:
+            found.faults.append(f"no {what} for rollout {', '.join(lost[:8])}{' …' if len(lost) > 8 else ''}")
+        else:
+            found.faults.append(
+                f"one {what} is wanted for each of {len(wanted)} rollouts, there are {present}"
+            )
+    for index, record in sorted(run.records.items()):
+        if record.updates != run.planned.updates_per_rollout or len(record.gradient_norms) != record.updates:
+            found.faults.append(
+                f"rollout {index}: {record.updates} updates with {len(record.gradient_norms)} gradient "
+                f"norms, planned {run.planned.updates_per_rollout}"
+            )
+        in_file = run.measured[index].sequences if index in run.measured else record.sequences
+        if {record.sequences, in_file} != {run.planned.sequences}:
+            found.faults.append(
+                f"rollout {index}: {record.sequences} sequences, {in_file} in its file, planned "
+                f"{run.planned.sequences}"
+            )
+    return found.result("counts")

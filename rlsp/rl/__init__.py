@@ -1,0 +1,1 @@
+"""The algorithm: tasks, sampling, rollouts, advantages, the loss and the update."""

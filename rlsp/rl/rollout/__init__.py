@@ -1,0 +1,1 @@
+"""Rollout engines: the native one, which shares every kernel with training."""

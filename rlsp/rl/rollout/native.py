@@ -1,0 +1,166 @@
+"""Generate with a block KV cache from the modules that training uses: the same bits alone, in any batch, by any prefill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rlsp import bits
+from rlsp.model.attention import Channel, KeyValueCache
+from rlsp.model.build import PolicyModel
+from rlsp.model.head import share
+from rlsp.model.wiring import Operator
+from rlsp.numerics import logprob
+from rlsp.rl.sampling import candidates, choose, draw_keys, gumbel
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence to generate, keyed by what it is.
+
+    Attributes:
+        prompt: Index of its prompt in the rollout.
+        sample: Index among the prompt's samples.
+        tokens: The prompt's token ids, at least one.
+    """
+
+    prompt: int
+    sample: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Attributes:
+        seed: The run's seed.
+        rollout: Index of the rollout.
+        temperature: Divides the logits.
+        max_tokens: The longest response.
+        eos_id: Ends a response and belongs to it; None to generate to the full length.
+    """
+
+    seed: int
+    rollout: int
+    temperature: float
+    max_tokens: int
+    eos_id: int | None
+
+
+@dataclass
+class Response:
+    """What was drawn for one sequence, one entry a token."""
+
+    tokens: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    row_digest: list[int] = field(default_factory=list)
+
+
+class NativeEngine:
+    """Generate on one engine: the ranks of one rollout TP group, each with the same sequences."""
+
+    def __init__(self, model: PolicyModel, head_groups: int, head_dim: int, num_layers: int) -> None:
+        """Take a model wired for the rollout and its (local) cache shape: key-value heads a rank, head size, layers."""
+        self.model = model
+        self._groups, self._head_dim, self._layers = head_groups, head_dim, num_layers
+
+    @torch.no_grad()
+    def generate(self, sequences: list[Sequence], sampling: Sampling, prefill_chunk: int = 1 << 30) -> list[Response]:
+        """Draw a response for every sequence.
+
+        Args:
+            sequences: In any order; each one's response is a function of it, `sampling` and the weights alone.
+            sampling: How to draw.
+            prefill_chunk: Prompt tokens a forward pass, at most; changes no bits.
+
+        Returns:
+            One response a sequence, in the given order.
+        """
+        responses = [Response() for _ in sequences]
+        if not sequences:
+            return responses
+        batch = _Batch(sequences, self._cache(sequences, sampling.max_tokens))
+        hidden = self._prefill(batch, prefill_chunk)
+        for step in range(sampling.max_tokens):
+            drawn = self._draw(hidden, batch, sampling)
+            for index, token, logp, digest in zip(batch.index, *drawn, strict=True):
+                responses[index].tokens.append(token)
+                responses[index].logp.append(logp)
+                responses[index].row_digest.append(digest)
+            batch.advance(drawn[0], sampling.eos_id)
+            if not batch.index or step == sampling.max_tokens - 1:
+                break
+            hidden = self._forward(batch, batch.last.unsqueeze(1), (batch.lengths - 1).unsqueeze(0))
+        return responses
+
+    def _cache(self, sequences: list[Sequence], max_tokens: int) -> KeyValueCache:
+        """Allocate a cache for the longest sequence that may come out."""
+        length = max(len(s.tokens) for s in sequences) + max_tokens
+        like = next(self.model.parameters())
+        block = self.model.wiring.contract.k_block
+        return KeyValueCache(self._layers, len(sequences), self._groups, length, block, self._head_dim, like)
+
+    def _prefill(self, batch: _Batch, chunk: int) -> Tensor:
+        """Run the prompts and return each one's last hidden state, [1, B, H]."""
+        width = int(batch.lengths.max())
+        tokens = torch.zeros((len(batch.index), width), dtype=torch.int64, device=batch.lengths.device)
+        for row, sequence in enumerate(batch.sequences):
+            tokens[row, : len(sequence.tokens)] = torch.tensor(sequence.tokens)
+        pieces = []
+        for start in range(0, width, chunk):
+            part = tokens[:, start : start + chunk]
+            positions = torch.arange(start, start + part.shape[1], device=tokens.device)
+            pieces.append(self._forward(batch, part, positions.unsqueeze(1).expand(-1, tokens.shape[0])))
+        return torch.cat(pieces).gather(0, (batch.lengths - 1).view(1, -1, 1).expand(1, -1, pieces[0].shape[2]))
+
+    def _forward(self, batch: _Batch, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Run tokens [B, n] at positions [n, B] and store their keys and values."""
+        blocks = int(positions.max()) // batch.cache.block + 1
+        channel = Channel(qkv_format="sbhd", positions=positions, cache=batch.cache, blocks=blocks)
+        return self.model.hidden(tokens, channel)
+
+    def _draw(self, hidden: Tensor, batch: _Batch, sampling: Sampling) -> tuple[list[int], list[float], list[int]]:
+        """Draw one token a sequence; its log-probability comes from the same statistics and merge as training's."""
+        wiring, vocabulary = self.model.wiring, self.model.vocabulary
+        wiring.count(Operator.LOGP)
+        shards = vocabulary.by_shard(self.model.logits(hidden))
+        x = logprob.tempered(shards, sampling.temperature, vocabulary.valid)
+        keys = draw_keys(sampling.seed, sampling.rollout, batch.prompts, batch.samples, batch.lengths)
+        noise = gumbel(keys, vocabulary.first, vocabulary.valid.numel()).view(x.shape)
+        best = candidates(x, noise, vocabulary.first)
+        digest = bits.row_digest(shards.flatten(1), vocabulary.first, vocabulary.size)
+        statistics, scores, indices, logits, digests = share(
+            wiring, (logprob.shard_statistics(x, vocabulary.valid), best.scores, best.indices, best.logits), (digest,)
+        )
+        token = choose(scores, indices)
+        shard = torch.div(token, vocabulary.valid.shape[1], rounding_mode="floor")
+        logp, _, _ = logprob.merge(statistics, logits.gather(1, shard.unsqueeze(1)).squeeze(1))
+        return token.tolist(), logp.tolist(), digests.sum(dim=0).tolist()
+
+
+class _Batch:
+    """The sequences that still grow: where each stands in the request, its length and its last token."""
+
+    def __init__(self, sequences: list[Sequence], cache: KeyValueCache) -> None:
+        device = cache.keys[0].device
+        self.sequences, self.cache = sequences, cache
+        self.index = list(range(len(sequences)))
+        self.prompts = torch.tensor([s.prompt for s in sequences], device=device)
+        self.samples = torch.tensor([s.sample for s in sequences], device=device)
+        self.lengths = torch.tensor([len(s.tokens) for s in sequences], device=device)
+        self.last = torch.zeros_like(self.lengths)
+
+    def advance(self, tokens: list[int], eos_id: int | None) -> None:
+        """Append the drawn tokens and drop the sequences that ended."""
+        self.lengths = self.lengths + 1
+        self.last = torch.tensor(tokens, device=self.lengths.device)
+        if eos_id is None or eos_id not in tokens:
+            return
+        alive = torch.tensor([i for i, token in enumerate(tokens) if token != eos_id], dtype=torch.int64, device=self.last.device)
+        self.index = [self.index[i] for i in alive.tolist()]
+        self.cache.keep(alive)
+        self.prompts, self.samples = self.prompts[alive], self.samples[alive]
+        self.lengths, self.last = self.lengths[alive], self.last[alive]

@@ -1,0 +1,123 @@
+"""What a task is: prompts by index, and a reward for a response.
+
+To write one's own, make a frozen dataclass with the members of `Task`; nothing has to be inherited:
+
+    @dataclass(frozen=True)
+    class Shout:
+        tokenizer: Tokenizer
+        seed: int
+
+        @property
+        def name(self) -> str:
+            return "shout"
+
+        @property
+        def content_hash(self) -> str:
+            # Everything that prompts and rewards depend on, and a version to raise when this code changes.
+            fields = {"generator": self.name, "version": 1, "seed": self.seed}
+            return hash_content({**fields, "tokenizer": self.tokenizer.content_hash})
+
+        def prompt(self, index: int) -> Prompt:
+            word = ("stop", "go")[random_integer(2, self.seed, index)]
+            return Prompt(tokens=self.tokenizer.encode(word), text=word)
+
+        def reward(self, index: int, response: Sequence[int]) -> float:
+            body = self.tokenizer.decode(until_eos(response, self.tokenizer.eos_id))
+            return float(body == self.prompt(index).text.upper())
+
+Rules: `prompt` and `reward` are pure functions of their arguments and the fields, so that any rank may call
+    them, in
+any order, any number of times; any non-negative index is legal; a prompt is never empty; a reward is
+finite; a response may hold any token id, padding included, may lack an EOS (it was cut) and may be empty.
+To offer the task by name, add it to `build_task` and to the enum `TaskKind`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from rlsp.numerics.hashing import hash_words
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as the model sees it and as a person reads it."""
+
+    tokens: tuple[int, ...]
+    text: str
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """A two-way map between text and token ids."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids; ids are 0 … vocab_size - 1."""
+        ...
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends a response."""
+        ...
+
+    @property
+    def pad_id(self) -> int:
+        """The id that fills a batch; may equal `eos_id`, since lengths and masks say what is padding."""
+        ...
+
+    @property
+    def content_hash(self) -> str:
+        """64 hex characters over everything that the map depends on."""
+        ...
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Turn text into ids, without special ones; raise ValueError for what has no id."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Turn ids into text; never raise, since a model may draw any id."""
+        ...
+
+
+@runtime_checkable
+class Task(Protocol):
+    """Prompts by index and a reward by tokens."""
+
+    @property
+    def name(self) -> str:
+        """What the manifest calls it."""
+        ...
+
+    @property
+    def content_hash(self) -> str:
+        """64 hex characters over everything that prompts and rewards depend on."""
+        ...
+
+    def prompt(self, index: int) -> Prompt:
+        """Make the prompt of an index, the same at every call."""
+        ...
+
+    def reward(self, index: int, response: Sequence[int]) -> float:
+        """Score a response to the prompt of an index: the drawn tokens, with the EOS if one was drawn."""
+        ...
+
+
+def until_eos(response: Sequence[int], eos_id: int) -> tuple[int, ...]:
+    """Cut a response before its first EOS; whatever follows it is padding or was drawn past the end."""
+    tokens = tuple(response)
+    return tokens[: tokens.index(eos_id)] if eos_id in tokens else tokens
+
+
+def random_integer(count: int, *words: int) -> int:
+    """Draw from 0 … count - 1 by hashing integers, evenly up to count / 2^53."""
+    return (int(hash_words(*words)) >> 11) % (1 << 53) % count
+
+
+def hash_content(fields: Mapping[str, str | int | float]) -> str:
+    """Hash named values to 64 hex characters: the SHA-256 of their JSON in order of the names."""
+    return hashlib.sha256(json.dumps(dict(fields), sort_keys=True, allow_nan=False).encode()).hexdigest()

@@ -1,0 +1,210 @@
+"""One update: forward and backward by micro-batches, exact gradients, clip, AdamW."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlsp import collectives
+from rlsp.groups import Mesh
+from rlsp.layout import Layout, assign_sequences, padded_length
+from rlsp.model.attention import Channel
+from rlsp.model.build import PolicyModel
+from rlsp.model.head import TokenScores, score_tokens
+from rlsp.model.weights import tensors_digest
+from rlsp.numerics.fixed import leaf_bound
+from rlsp.rl.batch import RolloutBatch
+from rlsp.rl.loss import token_loss
+from rlsp.rl.optimizer import AdamW, clip_coefficient, gradient_norm
+from rlsp.sequence import local_positions
+from rlsp.summation import Guard, exact_sums, gradient, reduce_sums
+
+METRICS = ("loss", "policy_loss", "kl", "entropy", "clip_fraction")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is optimised: the coefficients of the loss and of the step (temperature divides the logits on both sides)."""
+
+    clip_ratio: float
+    kl_coef: float
+    entropy_coef: float
+    temperature: float
+    grad_clip: float
+    learning_rate: float
+    micro_batch_size: int
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What training computed for every token of the batch, on every rank.
+
+    Attributes:
+        logp: float32 [N, S]; entry t belongs to token t, 0 where inactive, NaN where an active token was
+            not covered.
+        row_digest: int64 [N, S].
+        tokens_by_cp: Active tokens that each CP shard computed.
+        replicas_agree: Whether all TP ranks of each (dp, cp) hold the same bits.
+    """
+
+    logp: Tensor
+    row_digest: Tensor
+    tokens_by_cp: tuple[int, ...]
+    replicas_agree: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """One update's outcome."""
+
+    forward: Forward
+    gradient_norm: float
+    gradient_digest: str
+    clip: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A micro-batch as this rank sees it: rows of the batch, own positions, and targets there."""
+
+    rows: Tensor
+    positions: Tensor
+    tokens: Tensor
+    targets: Tensor
+    active: Tensor
+
+
+class Trainer:
+    """Own the policy, its exact accumulators and its optimizer on one rank of the training layout."""
+
+    def __init__(
+        self, model: PolicyModel, reference: PolicyModel | None, optimizer: AdamW, mesh: Mesh, layout: Layout, objective: Objective
+    ) -> None:
+        """Attach accumulators to `model`; `reference` is the initial policy where kl_coef is above 0."""
+        self.model, self.reference, self.optimizer = model, reference, optimizer
+        self._mesh, self._layout, self._objective = mesh, layout, objective
+        self._guard = Guard()
+        self._sums = model.attach_sums(self._guard)
+
+    def update(self, batch: RolloutBatch, advantages: Tensor) -> Step:
+        """Take one optimizer step on `batch`, with one advantage a sequence, float32 [N].
+
+        Raises:
+            BoundBreachError: A gradient leaf was not finite or too large; on every rank.
+        """
+        block = self.model.wiring.contract.block
+        leaf_tokens = int((-(-batch.lengths // block) * block).sum())
+        for item in self._sums:
+            item.begin(leaf_tokens)
+        recorder = _Recorder(batch)
+        for shard in self._micro_batches(batch):
+            self._accumulate(shard, batch, advantages, recorder)
+        self._guard.settle(self._mesh.world)
+        reduce_sums(self._sums, self._mesh.token, self._mesh.world)
+        gradients = {item.name: gradient(item, batch.active_tokens) for item in self._sums}
+        named = {name: (gradients[name], sharded) for name, _, sharded in self.model.named_shards()}
+        norm = gradient_norm(named, self._mesh.tp)
+        clip = clip_coefficient(norm, self._objective.grad_clip)
+        digest = tensors_digest([(name, *named[name]) for name in sorted(named)], self._mesh.tp)
+        self.optimizer.step(gradients, self._objective.learning_rate, clip)
+        return Step(recorder.forward(self._layout, self._mesh), norm, digest, clip, recorder.means(self._mesh, batch))
+
+    def _micro_batches(self, batch: RolloutBatch) -> list[_Shard]:
+        """Cut this DP rank's sequences into micro-batches of this CP rank's positions, padded inside."""
+        contract, layout = self.model.wiring.contract, self._layout
+        mine = assign_sequences(batch.lengths.tolist(), layout.dp)[self._mesh.dp.index]
+        size = self._objective.micro_batch_size
+        shards = []
+        for start in range(0, len(mine), size):
+            rows = torch.tensor(mine[start : start + size], dtype=torch.int64)
+            blocks = (contract.token_block, contract.q_block, contract.k_block)
+            length = padded_length(int(batch.lengths[rows].max()), layout.cp, layout.tp, blocks)
+            positions = local_positions(length, self._mesh.cp, rows.device)
+            tokens = _padded(batch.tokens[rows], length + 1)
+            active = _padded(batch.active_mask[rows], length + 1)
+            shards.append(
+                _Shard(rows, positions, tokens[:, positions], tokens[:, positions + 1], active[:, positions + 1])
+            )
+        return shards
+
+    def _accumulate(self, shard: _Shard, batch: RolloutBatch, advantages: Tensor, recorder: _Recorder) -> None:
+        """Run one micro-batch forward and backward; the backward seed is d(sum over tokens)."""
+        objective = self._objective
+        scores = self._score(self.model, shard)
+        with torch.no_grad():
+            reference = self._score(self.reference, shard).logp if self.reference is not None else None
+        shape = (shard.positions.numel(), shard.rows.numel())
+        columns = (shard.positions + 1).clamp(max=batch.tokens.shape[1] - 1)
+        loss = token_loss(
+            scores.logp.view(shape),
+            batch.logp[shard.rows][:, columns].t(),
+            None if reference is None else reference.view(shape),
+            scores.entropy.view(shape),
+            advantages[shard.rows].expand(shape),
+            shard.active.t(),
+            clip_ratio=objective.clip_ratio,
+            kl_coef=objective.kl_coef,
+            entropy_coef=objective.entropy_coef,
+        )
+        torch.autograd.backward(loss.loss, torch.ones_like(loss.loss))
+        entropy = torch.where(shard.active.t(), scores.entropy.detach().view(shape), 0.0)
+        recorder.note(shard, scores, (loss.loss.detach(), loss.policy.detach(), loss.kl.detach(), entropy, loss.clipped.float()))
+
+    def _score(self, model: PolicyModel, shard: _Shard) -> TokenScores:
+        """Return scores of the next tokens at this rank's positions, [s·b], sequence-major."""
+        contract = model.wiring.contract
+        bound = leaf_bound(contract.grad_lsb, max(int(shard.positions[-1]) // contract.q_block + 1, 1 << 12))
+        channel = Channel(qkv_format="sbhd", positions=shard.positions.unsqueeze(1), guard=self._guard, bound=bound)
+        logits = model.logits(model.hidden(shard.tokens, channel))
+        return score_tokens(logits, shard.targets.t().reshape(-1), self._objective.temperature, model.vocabulary, model.wiring)
+
+
+class _Recorder:
+    """Collect a step's log-probabilities, digests and metric sums from the micro-batches of this rank."""
+
+    def __init__(self, batch: RolloutBatch) -> None:
+        self._mask = batch.active_mask
+        self._logp = torch.full(self._mask.shape, torch.nan, dtype=torch.float32)
+        self._digest = torch.zeros(self._mask.shape, dtype=torch.int64)
+        self._metrics: list[tuple[Tensor, ...]] = []
+
+    def note(self, shard: _Shard, scores: TokenScores, metrics: tuple[Tensor, ...]) -> None:
+        """Store the active tokens of one micro-batch; entry t belongs to token t, computed at position t − 1."""
+        s, b = shard.positions.numel(), shard.rows.numel()
+        where = shard.active
+        rows, columns = shard.rows.unsqueeze(1).expand(b, s)[where], (shard.positions + 1).expand(b, s)[where]
+        self._logp[rows, columns] = scores.logp.detach().view(s, b).t()[where]
+        self._digest[rows, columns] = scores.row_digest.view(s, b).t()[where]
+        self._metrics.append(tuple(x.reshape(-1) for x in metrics))
+
+    def forward(self, layout: Layout, mesh: Mesh) -> Forward:
+        """Put the shards of all ranks together: one exchange over the world."""
+        parts = collectives.gather_many([self._logp, self._digest], mesh.world)
+        logp, digest = torch.zeros_like(self._logp), torch.zeros_like(self._digest)
+        logp[self._mask] = torch.nan
+        counts, agree = [0] * layout.cp, True
+        for rank, (part, hashes) in enumerate(zip(*parts, strict=True)):
+            place = layout.coords(rank)
+            covered = ~part.isnan()
+            if place.tp == 0:
+                logp[covered], digest[covered] = part[covered], hashes[covered]
+                counts[place.cp] += int(covered.sum())
+            else:
+                first = rank - place.tp
+                same = bool((parts[0][first].view(torch.int32) == part.view(torch.int32)).all())
+                agree = agree and same and bool((parts[1][first] == hashes).all())
+        return Forward(logp, digest, tuple(counts), agree)
+
+    def means(self, mesh: Mesh, batch: RolloutBatch) -> dict[str, float]:
+        """Return the exact means over all active tokens, equal in every layout."""
+        columns = [torch.cat(parts) for parts in zip(*self._metrics, strict=True)] or [torch.zeros(1)] * len(METRICS)
+        sums = exact_sums(columns, mesh.token)
+        return {name: total / max(batch.active_tokens, 1) for name, total in zip(METRICS, sums, strict=True)}
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """Cut or zero-fill the columns of [b, S] to `width` (a true token may stand in column S − 1; none beyond)."""
+    return torch.nn.functional.pad(x[:, :width], (0, max(0, width - x.shape[1])))

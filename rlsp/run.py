@@ -1,0 +1,137 @@
+"""One rank's life: the whole algorithm on a screen."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from rlsp import collectives, determinism
+from rlsp.board import Place
+from rlsp.config import Config, Job
+from rlsp.evidence import Evidence, Stopwatch, startup_facts
+from rlsp.groups import Ledger, Mesh, build_mesh
+from rlsp.model.assemble import Models, assemble
+from rlsp.report import manifest
+from rlsp.rl.advantage import group_advantages
+from rlsp.rl.optimizer import AdamW, Hyperparameters
+from rlsp.rl.rollout.dispatch import Rollouts
+from rlsp.rl.rollout.native import NativeEngine, Sampling, Sequence
+from rlsp.rl.task import CharacterTokenizer, Task, build_task
+from rlsp.rl.update import Objective, Step, Trainer
+
+
+def run_rank(job: Job, place: Place) -> None:
+    """Live one rank's life: join, certify, build, then roll out and train `num_rollouts` times."""
+    config = job.config
+    with determinism.apply(config.numerics.threads, config.device.kind.value):
+        _join(config, place)
+        _live(job, place)
+
+
+def _live(job: Job, place: Place) -> None:
+    config, board = job.config, place.board
+    mesh = build_mesh(config.layout, config.rollout_layout, place.rank, config.launch.timeout_s, Ledger(board))
+    device = torch.device("cuda", torch.cuda.current_device()) if config.device.kind.value == "cuda" else torch.device("cpu")
+    board.phase("certifying kernels and building the model")
+    models = assemble(config, mesh, device)
+    tokenizer = CharacterTokenizer()
+    task = build_task(
+        config.task.kind.value, tokenizer=tokenizer, seed=config.seed, max_operand=config.task.max_operand, reward=config.task.reward
+    )
+    facts = startup_facts(config, models, mesh, task, tokenizer)
+    if place.rank == 0:
+        manifest.add_startup(job.run_dir, facts)
+    trainer = _trainer(config, models, mesh)
+    engine = None if models.engine is None else NativeEngine(models.engine, *_cache_shape(config))
+    rollouts = Rollouts(models.trainer, engine, config.rollout_layout, mesh, tokenizer.pad_id)
+    evidence = Evidence(job, mesh, models)
+    version = 0
+    for index in range(config.num_rollouts):
+        watch = Stopwatch()
+        board.phase(f"rollout {index}: handing over weights, version {version}")
+        digests = rollouts.synchronise(version)
+        watch.lap("time/sync_s")
+
+        board.phase(f"rollout {index}: generating")
+        sequences = _sequences(config, task, index)
+        batch = rollouts.generate(sequences, _sampling(config, index, tokenizer.eos_id))
+        watch.lap("time/rollout_s")
+
+        board.phase(f"rollout {index}: scoring")
+        rewards = _rewards(config, task, index, batch.responses(), mesh)
+        advantages = group_advantages(rewards, config.samples_per_prompt)
+        watch.lap("time/reward_s")
+
+        steps: list[Step] = []
+        versions = (rollouts.weight_version, version)
+        for update in range(config.updates_per_rollout):
+            board.phase(f"rollout {index}: update {update}, forward and backward")
+            steps.append(trainer.update(batch, advantages))
+            version += 1
+            collectives.check_agreement(mesh.world)
+        watch.lap("time/train_s")
+
+        board.phase(f"rollout {index}: writing evidence")
+        evidence.record(index, batch, rewards, advantages, steps, digests, versions, watch)
+    board.phase("done")
+
+
+def _join(config: Config, place: Place) -> None:
+    """Join the process group; a run of one rank has none."""
+    if place.world_size > 1:
+        dist.init_process_group(
+            config.device.backend,
+            init_method=place.init_method,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=config.launch.timeout_s),
+        )
+
+
+def _sequences(config: Config, task: Task, rollout: int) -> list[Sequence]:
+    """Return the rollout's sequences: every prompt's samples side by side; no prompt comes twice in a run."""
+    return [
+        Sequence(prompt, sample, task.prompt(rollout * config.prompts_per_rollout + prompt).tokens)
+        for prompt in range(config.prompts_per_rollout)
+        for sample in range(config.samples_per_prompt)
+    ]
+
+
+def _sampling(config: Config, rollout: int, eos_id: int) -> Sampling:
+    """Say how this rollout draws."""
+    eos = None if config.rollout.ignore_eos else eos_id
+    return Sampling(config.seed, rollout, config.temperature, config.max_response_tokens, eos)
+
+
+def _rewards(config: Config, task: Task, rollout: int, responses: list[list[int]], mesh: Mesh) -> list[float]:
+    """Score on rank 0 and let every rank have the same float64 numbers: a task need not be deterministic."""
+    first = rollout * config.prompts_per_rollout
+    scores = torch.zeros(len(responses), dtype=torch.float64)
+    if mesh.world.index == 0:
+        scores[:] = torch.tensor(
+            [task.reward(first + i // config.samples_per_prompt, response) for i, response in enumerate(responses)], dtype=torch.float64
+        )
+    return collectives.broadcast(scores, mesh.world, source=0).tolist()
+
+
+def _trainer(config: Config, models: Models, mesh: Mesh) -> Trainer:
+    """Wire the policy to its optimizer and objective."""
+    optimizer = config.optimizer
+    hyper = Hyperparameters(optimizer.beta1, optimizer.beta2, optimizer.epsilon, optimizer.weight_decay)
+    objective = Objective(
+        clip_ratio=config.clip_ratio,
+        kl_coef=config.kl_coef,
+        entropy_coef=config.entropy_coef,
+        temperature=config.temperature,
+        grad_clip=config.grad_clip,
+        learning_rate=config.learning_rate,
+        micro_batch_size=config.micro_batch_size,
+    )
+    return Trainer(models.trainer, models.reference, AdamW(models.trainer, hyper), mesh, config.layout, objective)
+
+
+def _cache_shape(config: Config) -> tuple[int, int, int]:
+    """Return the engine's key-value heads on one rank, the head size and the layers."""
+    return config.model.num_query_groups // config.rollout.tp, config.model.head_dim, config.model.num_layers
