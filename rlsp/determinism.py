@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from pathlib import Path
 from types import TracebackType
@@ -58,13 +58,10 @@ class DeterminismError(RuntimeError):
     """Say that a switch cannot be set any more, or does not hold."""
 
 
-def environment_switches() -> dict[str, str]:
-    """Return the environment variables that can change bits, kernels or communication, as found."""
-    return {
-        name: os.environ[name]
-        for name in sorted(os.environ)
-        if name.startswith(_KERNEL_PREFIXES + _OTHER_PREFIXES)
-    }
+def environment_switches(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables of an environment that can change bits, kernels or communication, as found."""
+    prefixes = _KERNEL_PREFIXES + _OTHER_PREFIXES
+    return {name: environment[name] for name in sorted(environment) if name.startswith(prefixes)}
 
 
 def environment_values(names: Iterable[str]) -> dict[str, str | None]:
@@ -151,7 +148,7 @@ class apply:  # noqa: N801  (it is called like a function, and `with apply(...)`
             except RuntimeError as error:
                 raise DeterminismError(
                     f"too late: this process already runs {torch.get_num_interop_threads()} inter-operator "
-                    "threads and torch cannot change that any more; apply the switches before any parallel work"
+                    "threads, which torch cannot change any more; apply the switches before any parallel work"
                 ) from error
         found = torch.get_num_threads()
         self._undo.append(lambda: torch.set_num_threads(found))

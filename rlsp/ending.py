@@ -7,11 +7,14 @@ import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from rlsp.board import Slot
+from rlsp.report import manifest, verdict
+from rlsp.report.verdict import Judgement
 from rlsp.waits import disagreements, missing
 
 _TIMEOUT = re.compile(r"time[d]?[ -]?out", re.IGNORECASE)
@@ -173,6 +176,24 @@ def explain(
     if report.silent:
         return Abort("; ".join(_silence(report, slots)), lines)
     return Abort(f"the host of the ranks {host_end}", lines)
+
+
+def conclude(run_dir: Path | str, abort: Abort | None) -> Judgement:
+    """Write the end of a run into its folder and seal it; from then on only logs/ and wandb/ may change.
+
+    Args:
+        run_dir: The run folder.
+        abort: Why the run was aborted, if it was.
+
+    Raises:
+        EvidenceError: The folder cannot be written.
+    """
+    reason = abort.reason if abort else None
+    if abort is not None:
+        (Path(run_dir) / "logs" / "abort.txt").write_text("\n".join([abort.reason, *abort.lines, ""]))
+    status = manifest.Status.ABORTED if abort else manifest.Status.FINISHED
+    manifest.finish(run_dir, datetime.now(UTC).isoformat(timespec="milliseconds"), status, reason)
+    return verdict.seal(run_dir, reason)
 
 
 def side_by_side(

@@ -52,7 +52,9 @@ class Stopwatch:
         return time.monotonic() - self._start
 
 
-def startup_facts(config: Config, models: Models, mesh: Mesh, task: Task, tokenizer: Tokenizer) -> StartupFacts:
+def startup_facts(
+    config: Config, models: Models, mesh: Mesh, task: Task, tokenizer: Tokenizer
+) -> StartupFacts:
     """Compare all ranks before any data is exchanged, and return what the manifest says of the start.
 
     Raises:
@@ -60,12 +62,16 @@ def startup_facts(config: Config, models: Models, mesh: Mesh, task: Task, tokeni
     """
     contract, certificate = models.contract, models.certificate
     mine = bytes.fromhex(contract.sha256 + source_hash() + certificate.digest)
-    every = collectives.gather(torch.tensor([list(mine)], dtype=torch.uint8, device=_device(models)), mesh.world).tolist()
+    every = collectives.gather(
+        torch.tensor([list(mine)], dtype=torch.uint8, device=_device(models)), mesh.world
+    ).tolist()
     agreement = [_row(config, rank, bytes(row).hex()) for rank, row in enumerate(every)]
     for what in ("contract_hash", "code_hash", "kernel_digest"):
         values = [getattr(row, what) for row in agreement]
         if len(set(values)) > 1:
-            raise DisagreementError(f"ranks disagree on {what}: " + ", ".join(f"rank {i} {v[:16]}" for i, v in enumerate(values)))
+            raise DisagreementError(
+                f"ranks disagree on {what}: " + ", ".join(f"rank {i} {v[:16]}" for i, v in enumerate(values))
+            )
     return StartupFacts(
         contract={**asdict(contract), "elementwise": list(contract.elementwise)},
         contract_hash=contract.sha256,
@@ -73,8 +79,14 @@ def startup_facts(config: Config, models: Models, mesh: Mesh, task: Task, tokeni
         tokenizer_hash=tokenizer.content_hash,
         initial_weights_digest=weights_digest(models.trainer),
         kernels=determinism.kernel_identity(config.device.kind.value),
-        certificate={"checks": certificate.checks, "digest": certificate.digest, "wide": len(certificate.wide), "leaf": list(certificate.narrowed)},
-        paths={f"{s.product.value} n={s.n} k={s.k}": "wide" for s in certificate.wide} | dict.fromkeys(certificate.narrowed, "leaf"),
+        certificate={
+            "checks": certificate.checks,
+            "digest": certificate.digest,
+            "wide": len(certificate.wide),
+            "leaf": list(certificate.narrowed),
+        },
+        paths={f"{s.product.value} n={s.n} k={s.k}": "wide" for s in certificate.wide}
+        | dict.fromkeys(certificate.narrowed, "leaf"),
         agreement=tuple(agreement),
     )
 
@@ -141,7 +153,9 @@ class Evidence:
         watch.lap("time/evidence_s")
         if self._recorder is not None:
             tensors = _tensors(batch, rewards, advantages, steps[0])
-            self._recorder.rollout(index, tensors, facts, self._metrics(batch, rewards, advantages, steps, versions, watch))
+            self._recorder.rollout(
+                index, tensors, facts, self._metrics(batch, rewards, advantages, steps, versions, watch)
+            )
 
     def _same_everywhere(self, digest: str) -> None:
         mine = torch.tensor([list(bytes.fromhex(digest))], dtype=torch.uint8, device=_device(self._models))
@@ -154,12 +168,20 @@ class Evidence:
         """Return the calls of every rank since the last rollout, by operator and route."""
         wirings = [m.wiring for m in (self._models.trainer, self._models.engine) if m is not None]
         counts = {name: calls for wiring in wirings for name, calls in wiring.take_counts().items()}
-        mine = torch.tensor([counts.get(name, {}).get(STRICT, 0) for name in ROUTES], device=_device(self._models))
+        mine = torch.tensor(
+            [counts.get(name, {}).get(STRICT, 0) for name in ROUTES], device=_device(self._models)
+        )
         total = collectives.sum_integers(mine, self._mesh.world).tolist()
         return {name: {STRICT: calls} for name, calls in zip(ROUTES, total, strict=True)}
 
     def _metrics(
-        self, batch: RolloutBatch, rewards: Ordered[float], advantages: Tensor, steps: Ordered[Step], versions: tuple[int, int], watch: Stopwatch
+        self,
+        batch: RolloutBatch,
+        rewards: Ordered[float],
+        advantages: Tensor,
+        steps: Ordered[Step],
+        versions: tuple[int, int],
+        watch: Stopwatch,
     ) -> dict[str, float]:
         last, n = steps[-1], self._config.samples_per_prompt
         lengths = batch.active_mask.sum(dim=1)
@@ -194,10 +216,18 @@ class Evidence:
 
 def _row(config: Config, rank: int, hashes: str) -> RankAgreement:
     place = {axis: at for axis, at in config.layout.table()[rank].items() if axis != "rank"}
-    return RankAgreement(rank=rank, layout=place, contract_hash=hashes[:64], code_hash=hashes[64:128], kernel_digest=hashes[128:])
+    return RankAgreement(
+        rank=rank,
+        layout=place,
+        contract_hash=hashes[:64],
+        code_hash=hashes[64:128],
+        kernel_digest=hashes[128:],
+    )
 
 
-def _tensors(batch: RolloutBatch, rewards: Ordered[float], advantages: Tensor, first: Step) -> dict[str, np.ndarray]:
+def _tensors(
+    batch: RolloutBatch, rewards: Ordered[float], advantages: Tensor, first: Step
+) -> dict[str, np.ndarray]:
     return {
         "tokens": batch.tokens.numpy(),
         "active_mask": batch.active_mask.numpy(),

@@ -70,14 +70,14 @@ class Ledger:
         self._writer = writer
 
     def trail(self, group: Group) -> Trail:
-        """Return the calls on the ranks of `group`: axes over the same ranks share one order, like their handle."""
+        """Return the calls on the ranks of `group`; axes over the same ranks share one trail, and one handle."""
         return self._trails.setdefault(group.ranks, Trail())
 
     def enter(self, group: Group, operation: str, signature: str) -> Trail:
         """Record a call that is about to communicate, and show it to the writer.
 
-        The writer gets this rank's number of the call, the text `group#number-in-group signature`, and the *group's*
-        chain: the ranks of one group must show the same text and chain, whatever else each of them called.
+        The writer gets this rank's number of the call, the text `group#number-in-group signature`, and the
+        *group's* chain: ranks of one group must show the same text and chain, whatever else each of them called.
         """
         trail = self.trail(group)
         text = f"{group.axis} {signature}".encode()
@@ -119,9 +119,13 @@ class Group:
         if not 0 <= self.index < self.size:
             raise CollectiveError(f"group {self.label}: index {self.index} is not inside it")
         if (self.handle is None) != (self.size == 1):
-            raise CollectiveError(f"group {self.label}: a handle belongs to two ranks or more, and only to those")
+            raise CollectiveError(
+                f"group {self.label}: a handle belongs to two ranks or more, and only to those"
+            )
         if self.handle is not None and self.handle.size() != self.size:
-            raise CollectiveError(f"group {self.label}: its handle has {self.handle.size()} ranks, not {self.size}")
+            raise CollectiveError(
+                f"group {self.label}: its handle has {self.handle.size()} ranks, not {self.size}"
+            )
 
     @property
     def size(self) -> int:
@@ -177,8 +181,8 @@ def build_mesh(
 ) -> Mesh:
     """Open this rank's groups; every rank of the launch calls it at the same point, with the same layouts.
 
-    Every rank opens every process group in the same order, whether it belongs or not; groups over the same ranks share
-    one. torch.distributed must be initialised where there is more than one rank.
+    Every rank opens every process group in the same order, whether it belongs or not; groups over the same ranks
+    share one. torch.distributed must be initialised where there is more than one rank.
 
     Args:
         layout: Where the ranks of training stand.

@@ -108,15 +108,15 @@ class Host:
             start: Starts the process of a rank and returns its process id.
         """
         good = True
-        with _signals() as signals:
+        with waking(*_STOP_SIGNALS) as wake:
             try:
                 pids = [start(rank) for rank in range(self._board.world_size)]
                 self._alive = {pid: rank for rank, pid in enumerate(pids)}
                 self._say("started", pids=pids)
                 while self._alive:
-                    signals.wait(self._until_next_step_s())
+                    wake.wait(self._until_next_step_s())
                     good &= self._reap()
-                    self._act(signals.received)
+                    self._act(wake.received)
             finally:
                 self._kill(signal.SIGKILL)
         self._say("finished")
@@ -172,7 +172,7 @@ class Host:
                 self._stop(Cause.SILENCE, "", silent)
 
     def _stop(self, cause: Cause, detail: str, silent: tuple[int, ...] = ()) -> None:
-        states = {str(rank): _state(pid) for pid, rank in self._alive.items()}
+        states = {str(rank): process_state(pid) for pid, rank in self._alive.items()}
         self._say("stopping", cause=cause.value, detail=detail, silent=silent, states=states)
         self._stopped_at_s = time.monotonic()
         self._kill(signal.SIGTERM)
@@ -186,37 +186,56 @@ class Host:
         self._write(json.dumps({"event": event, **values}))
 
 
-class _Wake:
-    """Wait for a signal or for time to pass; no signal between two waits is lost."""
+class Wake:
+    """Wait for a signal, for a descriptor to become readable or for time to pass; no signal is lost."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, stop_signals: Sequence[signal.Signals]) -> None:
         self.received: signal.Signals | None = None
         self._descriptor = descriptor
+        self._stop_signals = stop_signals
+        self._found: dict[signal.Signals, Any] = {}
 
-    def wait(self, timeout_s: float) -> None:
-        if select.select([self._descriptor], [], [], timeout_s)[0]:
+    def wait(self, timeout_s: float, *descriptors: int) -> bool:
+        """Wait for at most `timeout_s` seconds; return whether one of `descriptors` can be read."""
+        ready = select.select([self._descriptor, *descriptors], [], [], timeout_s)[0]
+        if self._descriptor in ready:
             os.read(self._descriptor, 4096)
+        return any(descriptor in ready for descriptor in descriptors)
 
-    def note(self, number: int, _frame: object) -> None:
-        if number in _STOP_SIGNALS:
+    def take(self, *numbers: signal.Signals) -> None:
+        """Take signals over, but for those that this process was started to ignore."""
+        for number in numbers:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._found[number] = signal.signal(number, self._note)
+
+    def release(self) -> None:
+        """Give the signals back; a second call does nothing."""
+        while self._found:
+            signal.signal(*self._found.popitem())
+
+    def _note(self, number: int, _frame: object) -> None:
+        if number in self._stop_signals and self.received is None:
             self.received = signal.Signals(number)
 
 
 @contextmanager
-def _signals() -> Iterator[_Wake]:
-    """Turn SIGTERM, SIGINT and SIGCHLD into something to wait for."""
+def waking(*stop_signals: signal.Signals) -> Iterator[Wake]:
+    """Turn signals, and the end of a child, into something to wait for; in the main thread only.
+
+    Args:
+        stop_signals: Signals that ask to stop; `Wake.received` names the first that came.
+    """
     read_end, write_end = os.pipe()
     os.set_blocking(read_end, False)
     os.set_blocking(write_end, False)
-    wake = _Wake(read_end)
-    found = {number: signal.signal(number, wake.note) for number in (*_STOP_SIGNALS, signal.SIGCHLD)}
-    descriptor = signal.set_wakeup_fd(write_end)
+    wake = Wake(read_end, stop_signals)
+    descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     try:
+        wake.take(*stop_signals, signal.SIGCHLD)
         yield wake
     finally:
+        wake.release()
         signal.set_wakeup_fd(descriptor)
-        for number, handler in found.items():
-            signal.signal(number, handler)
         os.close(read_end)
         os.close(write_end)
 
@@ -241,8 +260,9 @@ def _cpu_s(pid: int) -> float | None:
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else None
 
 
-def _state(pid: int) -> str:
-    letter = (_stat(pid) or ["?"])[0]
+def process_state(pid: int) -> str:
+    """Say what a process is doing; empty where there is none."""
+    letter = (_stat(pid) or [""])[0]
     names = {
         "R": "running",
         "S": "waiting",
@@ -251,4 +271,4 @@ def _state(pid: int) -> str:
         "t": "traced",
         "Z": "ended",
     }
-    return names.get(letter, "unknown")
+    return names.get(letter, letter)

@@ -32,13 +32,23 @@ def run_rank(job: Job, place: Place) -> None:
 
 def _live(job: Job, place: Place) -> None:
     config, board = job.config, place.board
-    mesh = build_mesh(config.layout, config.rollout_layout, place.rank, config.launch.timeout_s, Ledger(board))
-    device = torch.device("cuda", torch.cuda.current_device()) if config.device.kind.value == "cuda" else torch.device("cpu")
+    mesh = build_mesh(
+        config.layout, config.rollout_layout, place.rank, config.launch.timeout_s, Ledger(board)
+    )
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if config.device.kind.value == "cuda"
+        else torch.device("cpu")
+    )
     board.phase("certifying kernels and building the model")
     models = assemble(config, mesh, device)
     tokenizer = CharacterTokenizer()
     task = build_task(
-        config.task.kind.value, tokenizer=tokenizer, seed=config.seed, max_operand=config.task.max_operand, reward=config.task.reward
+        config.task.kind.value,
+        tokenizer=tokenizer,
+        seed=config.seed,
+        max_operand=config.task.max_operand,
+        reward=config.task.reward,
     )
     facts = startup_facts(config, models, mesh, task, tokenizer)
     if place.rank == 0:
@@ -111,7 +121,11 @@ def _rewards(config: Config, task: Task, rollout: int, responses: list[list[int]
     scores = torch.zeros(len(responses), dtype=torch.float64)
     if mesh.world.index == 0:
         scores[:] = torch.tensor(
-            [task.reward(first + i // config.samples_per_prompt, response) for i, response in enumerate(responses)], dtype=torch.float64
+            [
+                task.reward(first + i // config.samples_per_prompt, response)
+                for i, response in enumerate(responses)
+            ],
+            dtype=torch.float64,
         )
     return collectives.broadcast(scores, mesh.world, source=0).tolist()
 
@@ -129,7 +143,9 @@ def _trainer(config: Config, models: Models, mesh: Mesh) -> Trainer:
         learning_rate=config.learning_rate,
         micro_batch_size=config.micro_batch_size,
     )
-    return Trainer(models.trainer, models.reference, AdamW(models.trainer, hyper), mesh, config.layout, objective)
+    return Trainer(
+        models.trainer, models.reference, AdamW(models.trainer, hyper), mesh, config.layout, objective
+    )
 
 
 def _cache_shape(config: Config) -> tuple[int, int, int]:

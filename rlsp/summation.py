@@ -124,7 +124,10 @@ def exact_sums(columns: list[Tensor], group: Group) -> list[float]:
     totals = torch.stack([to_fixed(torch.nan_to_num(x, 0.0, 0.0, 0.0), METRIC_LSB).sum() for x in columns])
     every = collectives.sum_integers(torch.cat((totals, 1 - finite)), group)
     sums = (every[: len(columns)].to(torch.float64) * 2.0**-METRIC_LSB).tolist()
-    return [math.nan if broken else value for value, broken in zip(sums, every[len(columns) :].tolist(), strict=True)]
+    return [
+        math.nan if broken else value
+        for value, broken in zip(sums, every[len(columns) :].tolist(), strict=True)
+    ]
 
 
 def gradient(item: TokenSum, active_tokens: int) -> Tensor:

@@ -24,8 +24,10 @@ from typing import NoReturn
 
 from rlsp.board import Board, Place
 from rlsp.config import DeviceKind, Job
-from rlsp.determinism import environment_values
+from rlsp.determinism import environment_switches, environment_values
+from rlsp.ending import Abort, RankError, conclude
 from rlsp.host import Host, die_with_parent, reset_signals
+from rlsp.report import manifest
 
 RUN_RANK = "rlsp.run:run_rank"
 BOARD_NAME = "board"
@@ -43,6 +45,11 @@ def board_path(run_dir: Path | str) -> Path:
 def log_path(run_dir: Path | str, rank: int) -> Path:
     """Return the file that takes a rank's stdout and stderr."""
     return Path(run_dir) / "logs" / f"rank-{rank:02d}.log"
+
+
+def host_log_path(run_dir: Path | str) -> Path:
+    """Return the file that takes what the host itself prints."""
+    return Path(run_dir) / "logs" / "host.log"
 
 
 def error_path(run_dir: Path | str, rank: int) -> Path:
@@ -96,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _host(job: Job, options: argparse.Namespace) -> int:
     die_with_parent(options.parent)
     protocol = os.dup(1)  # what libraries print must not reach the owner as an event
-    _redirect(Path(job.run_dir) / "logs" / "host.log")
+    _redirect(host_log_path(job.run_dir))
     forks = job.config.device.kind is DeviceKind.cpu
     function = _load(options.entry) if forks else None
     board = Board.open(board_path(job.run_dir))
@@ -151,7 +158,17 @@ def _torchrun_rank(job: Job, entry: str) -> int:
     rank = int(values["RANK"] or 0)
     board = Board.join(board_path(job.run_dir), job.config.world_size)
     place = Place(rank, job.config.world_size, "env://", board.writer(rank))
-    _end_process(_live_here(job, place, entry))
+    if rank:
+        _end_process(_live_here(job, place, entry))
+    # Nobody owns this run: rank 0 writes its manifest and its verdict, and nothing mirrors it.
+    error_path(job.run_dir, rank).unlink(missing_ok=True)
+    manifest.begin(job, environment_switches())
+    code = _live_here(job, place, entry)
+    error = RankError.read(error_path(job.run_dir, rank)) if code else None
+    abort = Abort(f"rank 0 failed: {error.describe()}", (place.board.last().describe(),)) if error else None
+    judgement = conclude(job.run_dir, abort)
+    print("\n  ".join([judgement.verdict.value, *judgement.reasons, f"folder: {job.run_dir}"]))
+    _end_process(judgement.exit_status)
 
 
 def _torchrun_faults(values: Mapping[str, str | None], world_size: int) -> list[str]:

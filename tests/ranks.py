@@ -1,14 +1,14 @@
 """Run functions on several gloo ranks: forked from the test process, one launch for as many checks as you like.
 
-    results = run_ranks(4, function, "argument")       # function(rank, world_size, "argument") on each rank
-    outcomes = run_checks(4, [check_a, check_b])       # both in one launch: outcomes["check_a"] is a list by rank
+    results = run_ranks(4, function, "argument")   # function(rank, world_size, "argument") on each rank
+    outcomes = run_checks(4, [check_a, check_b])   # both in one launch: outcomes["check_a"] is a list by rank
 
-Each rank has one thread, torch.distributed initialised over gloo, and everything that the test process had imported.
-Results are pickled, in rank order. A rank that raises stops the launch: its own exception is raised again in the test
-(the earliest, where several raise; a rank that was killed goes first), with a note that names rank, check and
-traceback. A launch that takes longer than timeout_s raises TimeoutError with every late rank's stack. Either way no
-process is left. Where the test process sees a GPU, ranks come from a fork server instead: functions must then be
-importable. In a rank, catch what you expect; do not let one rank skip a collective that the others make.
+Each rank has one thread, torch.distributed initialised over gloo, and everything that the test process imported.
+Results are pickled, in rank order. A rank that raises stops the launch: its own exception is raised again in the
+test (the earliest, where several raise; a rank that was killed goes first), with a note that names rank, check and
+traceback. A launch that takes longer than timeout_s raises TimeoutError with every late rank's stack. Either way
+no process is left. Where the test process sees a GPU, ranks come from a fork server instead: functions must then
+be importable. Within a rank, catch what you expect; a check that fails ends the launch, so those after it fail too.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ Function = Callable[..., Any]
 _GRACE_S = 1.0  # after a first failure, for the others' own accounts of it
 _LOG_CHARS = 4000
 _PR_SET_PDEATHSIG = 1
+_SLOW_IMPORT = (
+    "torch.fx.experimental.symbolic_shapes"  # 0.4 s, made by every rank's first backward if not before
+)
 
 
 class RankError(RuntimeError):
@@ -76,7 +79,9 @@ class Outcomes:
         assert self.failed is not None
         if self.failed[0] == name:
             raise self.failed[1]
-        raise NotReachedError(f"{name}: not run to its end, because {self.failed[0]} failed: {self.failed[1]!r}")
+        raise NotReachedError(
+            f"{name}: not run to its end, because {self.failed[0]} failed: {self.failed[1]!r}"
+        )
 
 
 def run_ranks(world_size: int, function: Function | str, *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -96,8 +101,10 @@ def run_checks(
     world_size: int, functions: Sequence[Function | str], *args: Any, timeout_s: float = 60.0
 ) -> Outcomes:
     """Call each of `functions` as `run_ranks` does, one after the other in one launch."""
+    import_module(_SLOW_IMPORT)
     checks = [(_name(function), function) for function in functions]
     outcomes = Outcomes([name for name, _ in checks], world_size)
+    assert len(outcomes.values) == len(checks) > 0, "checks need distinct names"
     method = "forkserver" if torch.cuda.is_available() else "fork"
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         launch = _Launch(world_size, Path(folder), outcomes, timeout_s)
@@ -125,7 +132,7 @@ class _Launch:
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=_rank_main,
-                args=(rank, self.world_size, str(self.folder), self.timeout_s, theirs, os.getpid(), checks, args),
+                args=(rank, self.world_size, str(self.folder), self.timeout_s, theirs, checks, args),
                 name=f"rank-{rank}",
                 daemon=True,
             )
@@ -152,7 +159,9 @@ class _Launch:
             first = min(self.failures, key=lambda failure: (not failure.killed, failure.at_s))
             for other in self.failures:
                 if other is not first:
-                    first.error.add_note(f"rank {other.rank}, after that: {type(other.error).__name__}: {other.error}")
+                    first.error.add_note(
+                        f"rank {other.rank}, after that: {type(other.error).__name__}: {other.error}"
+                    )
             self.outcomes.failed = (first.check, first.error)
         elif open_pipes:
             late = sorted(open_pipes.values())
@@ -174,7 +183,11 @@ class _Launch:
         except EOFError:
             self.processes[rank].join(5.0)
             code = self.processes[rank].exitcode
-            how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
+            how = (
+                f"signal {signal.Signals(-code).name}"
+                if code is not None and code < 0
+                else f"exit status {code}"
+            )
             self._fail(rank, time.monotonic(), RankError(f"rank {rank} died by {how}"), killed=True)
             return False
         kind, name, payload = message
@@ -190,7 +203,9 @@ class _Launch:
     def _fail(
         self, rank: int, at_s: float, error: BaseException, *, killed: bool = False, text: str = ""
     ) -> None:
-        error.add_note(f"on rank {rank} of {self.world_size}, in {self.at[rank]}\n{text}{_log(self.folder, rank)}")
+        error.add_note(
+            f"on rank {rank} of {self.world_size}, in {self.at[rank]}\n{text}{_log(self.folder, rank)}"
+        )
         self.failures.append(Failure(at_s, rank, self.at[rank], error, killed))
 
     def _timeout(self, late: list[int]) -> TimeoutError:
@@ -198,7 +213,9 @@ class _Launch:
             os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
         time.sleep(0.3)  # for the stacks to be written
         places = ", ".join(f"{rank} in {self.at[rank]}" for rank in late)
-        error = TimeoutError(f"after {self.timeout_s} s these ranks of {self.world_size} were not done: {places}")
+        error = TimeoutError(
+            f"after {self.timeout_s} s these ranks of {self.world_size} were not done: {places}"
+        )
         for rank in late:
             error.add_note(f"rank {rank}{_log(self.folder, rank)}")
         return error
@@ -210,11 +227,10 @@ def _rank_main(
     folder: str,
     timeout_s: float,
     pipe: Connection,
-    parent: int,
     checks: list[tuple[str, Function | str]],
     args: tuple[Any, ...],
 ) -> None:
-    _attach(Path(folder), rank, parent)
+    _attach(Path(folder), rank)
     torch.set_num_threads(1)
     name = checks[0][0]
     try:
@@ -235,11 +251,13 @@ def _rank_main(
     except BaseException as error:
         at_s = time.monotonic()  # one clock for all processes of a machine: the earliest is the cause
         pipe.send_bytes(pickle.dumps(("error", name, (at_s, _pickled(error), traceback.format_exc()))))
-        time.sleep(2 * _GRACE_S)  # stay connected, so that the others do not fail for another reason; then be killed
+        time.sleep(
+            2 * _GRACE_S
+        )  # stay connected, so that the others do not fail for another reason; then be killed
         os._exit(1)
 
 
-def _attach(folder: Path, rank: int, parent: int) -> None:
+def _attach(folder: Path, rank: int) -> None:
     """Tie the rank to the test process's life and its output to a log of its own."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -259,7 +277,11 @@ def _resolve(function: Function | str) -> Function:
 
 
 def _name(function: Function | str) -> str:
-    return function.rpartition(".")[2] if isinstance(function, str) else getattr(function, "__name__", repr(function))
+    return (
+        function.rpartition(".")[2]
+        if isinstance(function, str)
+        else getattr(function, "__name__", repr(function))
+    )
 
 
 def _pickled(error: BaseException) -> bytes | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import secrets
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 from hydra import version
@@ -14,6 +17,7 @@ from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
@@ -28,6 +32,7 @@ from rlsp.config import (
     from_plain,
     leaf_kinds,
     legal_text,
+    register_schema,
     unknown_key,
     violations,
 )
@@ -47,6 +52,17 @@ class RefusalError(Exception):
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__("\n".join(lines))
         self.lines = tuple(lines)
+
+
+def new_id() -> str:
+    """Make a run id, `<UTC yyyymmdd-hhmmss>-<6 hex>`."""
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+
+
+@cache
+def process_id() -> str:
+    """Return the id of this command: its run's, or that of its sweep."""
+    return new_id()
 
 
 def conf_dir() -> Path:
@@ -229,3 +245,16 @@ def _legal(key: str) -> str:
 def _first_line(error: Exception) -> str:
     text = " ".join(line.strip() for line in str(error).splitlines()[:2] if line.strip())
     return text or type(error).__name__
+
+
+def _sweep_group() -> str | None:
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return None
+    return Path(HydraConfig.get().sweep.dir).name
+
+
+# At import, so that the worker processes of a sweep's launcher have them too. Hydra copies a sweep's cached
+# values to its jobs: they share one sweep id.
+register_schema()
+OmegaConf.register_new_resolver("run_id", process_id, use_cache=True, replace=True)
+OmegaConf.register_new_resolver("sweep_group", _sweep_group, replace=True)

@@ -7,22 +7,20 @@ after a sweep the worst of its jobs' in the order 1, 2, 3, 4, 0.
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from rlsp.cli.compose import (
     COMPOSITION_ERRORS,
@@ -32,9 +30,11 @@ from rlsp.cli.compose import (
     RefusalError,
     checked,
     conf_dir,
+    new_id,
     open_composer,
+    process_id,
 )
-from rlsp.config import Config, Job, register_schema
+from rlsp.config import Config, Job
 
 PASSED, CRASHED, REFUSED, FAILED, INCONCLUSIVE = range(5)
 
@@ -44,7 +44,7 @@ _WORST_FIRST = (CRASHED, REFUSED, FAILED, INCONCLUSIVE, PASSED)
 def main() -> int:
     """Run the command line in `sys.argv` and return the exit status."""
     args = get_args_parser().parse_args()
-    _run_id.cache_clear()
+    process_id.cache_clear()
     try:
         _refuse_under_torchrun()
         if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
@@ -69,11 +69,6 @@ def worst(statuses: Iterable[int]) -> int:
     return next((status for status in _WORST_FIRST if status in seen), CRASHED if seen else PASSED)
 
 
-def new_run_id() -> str:
-    """Make a run id, `<UTC yyyymmdd-hhmmss>-<6 hex>`."""
-    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
-
-
 def execute_job(cfg: DictConfig) -> int:
     """Check and execute one composed job; Hydra has made its folder.
 
@@ -90,7 +85,7 @@ def execute_job(cfg: DictConfig) -> int:
         _print_refusal(what, refusal.lines)
         _remove_unused(run_dir, context.output_subdir)
         return REFUSED
-    return _execute(_job(config, run_dir, new_run_id() if sweeping else _run_id(), context.overrides.task))
+    return _execute(_job(config, run_dir, new_id() if sweeping else process_id(), context.overrides.task))
 
 
 def _job(config: Config, run_dir: Path, run_id: str, overrides: Sequence[str]) -> Job:
@@ -121,17 +116,21 @@ def _execute(job: Job) -> int:
 
 
 def _run(composer: Composer, overrides: list[str]) -> int:
-    cfg = composer.require_run(overrides)
-    _require_empty(Path(cfg.hydra.run.dir))
-    returned = composer.hydra.run(
-        config_name=composer.config_name, task_function=execute_job, overrides=[*overrides, "hydra.mode=RUN"]
-    )
-    return int(returned.return_value)
+    overrides = [*overrides, "hydra.mode=RUN"]
+    run_dir = _folder(composer.require_run(overrides), "hydra.run.dir")
+    _require_empty(run_dir)
+    try:
+        job = composer.hydra.run(
+            config_name=composer.config_name, task_function=execute_job, overrides=overrides
+        )
+    except OSError as error:
+        raise RefusalError([f"run folder {run_dir}: cannot be written: {error.strerror}"]) from error
+    return int(job.return_value)
 
 
 def _sweep(composer: Composer, args: Namespace) -> int:
     overrides = [*args.overrides, "hydra.mode=MULTIRUN"]
-    sweep_dir = Path(composer.require_sweep(overrides).hydra.sweep.dir).resolve()
+    sweep_dir = _folder(composer.require_sweep(overrides), "hydra.sweep.dir")
     _require_empty(sweep_dir)
     absent = [folder for folder in (sweep_dir, *sweep_dir.parents) if not folder.exists()]
     try:
@@ -140,6 +139,8 @@ def _sweep(composer: Composer, args: Namespace) -> int:
         )
     except COMPOSITION_ERRORS as error:
         raise RefusalError([str(error)]) from error
+    except OSError as error:
+        raise RefusalError([f"sweep folder {sweep_dir}: cannot be written: {error.strerror}"]) from error
     finally:
         _remove_idle_sweep(sweep_dir, absent)
     return worst(int(job.return_value) for batch in batches for job in batch)
@@ -172,6 +173,13 @@ def _refuse_under_torchrun() -> None:
         )
 
 
+def _folder(cfg: DictConfig, key: str) -> Path:
+    try:
+        return Path(OmegaConf.select(cfg, key, throw_on_missing=True)).resolve()
+    except OmegaConfBaseException as error:
+        raise RefusalError([f"{key}: {str(error).splitlines()[0]}"]) from error
+
+
 def _require_empty(folder: Path, besides: str | None = None) -> None:
     """Refuse a folder that holds anything (besides Hydra's own): a run never mixes with another."""
     if folder.exists() and (not folder.is_dir() or any(entry.name != besides for entry in folder.iterdir())):
@@ -201,25 +209,3 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 def _print_refusal(what: str, lines: Iterable[str]) -> None:
     print("\n".join([f"rlsp: {what}:", *(f"  {line}" for line in lines)]), file=sys.stderr)
-
-
-@cache
-def _run_id() -> str:
-    return new_run_id()
-
-
-def _sweep_group() -> str | None:
-    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
-        return None
-    return Path(HydraConfig.get().sweep.dir).name
-
-
-def _register() -> None:
-    """Give Hydra the schema and the references that conf/ uses; at import, for a launcher's workers too."""
-    register_schema()
-    resolvers: dict[str, Any] = {"run_id": _run_id, "sweep_group": _sweep_group}
-    for name, resolver in resolvers.items():
-        OmegaConf.register_new_resolver(name, resolver, use_cache=name == "run_id", replace=True)
-
-
-_register()

@@ -1,8 +1,8 @@
 """Collectives with their gradients: each forward is paired with the move or sum that is its transpose.
 
-A gradient that must be summed is raised to float32 (float64 stays), summed in the tree and rounded once, to the dtype
-it came in. It is one addend a rank: where a rank's gradient is itself a partial sum that was rounded below float32, the
-layout is already in its bits, and the caller reduces in float32 with the functions of `sums` instead.
+A gradient that must be summed is raised to float32 (float64 stays), summed in the tree and rounded once, to the
+dtype it came in. It is one addend a rank: where a rank's gradient is itself a partial sum that was rounded below
+float32, the layout is already in its bits, and the caller reduces in float32 with the functions of `sums` instead.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def reduce_scatter_g(x: Tensor, group: Group, dim: int = 0) -> Tensor:
 
 
 def copy_ar(x: Tensor, group: Group) -> Tensor:
-    """Hand on a tensor that every rank holds; the gradient is all-reduced: every rank used it in its own way."""
+    """Hand on a tensor that every rank holds; the gradient is all-reduced: each rank used it in its own way."""
     return cast("Tensor", _CopyAllReduce.apply(x, group))
 
 
 def all_reduce_copy(x: Tensor, group: Group) -> Tensor:
-    """All-reduce float32 or float64; the gradient is handed on: every rank uses the same sum in the same way."""
+    """All-reduce float32 or float64; the gradient is handed on: all ranks use the sum in the same way."""
     return cast("Tensor", _AllReduceCopy.apply(x, group))
 
 

@@ -2,13 +2,13 @@
 
 Measured with gloo on 2 cores (medians in ms on 2, 4 and 8 ranks):
     gather of 4 KiB a rank: by all_to_all 0.5, 1.3, 3.9; by gloo's own ring 0.3, 4.0, 12.5
-    gather of 1 MiB a rank: by all_to_all 2.6, 8.9, 30;  by gloo's own ring 2.3, 10, 45;  at 4 MiB they are equal
+    gather of 1 MiB a rank: by all_to_all 2.6, 8.9, 30;  by gloo's own ring 2.3, 10, 45;  at 4 MiB both the same
     64 bytes take as long as 4 KiB.
-So a message of up to CHECKED_BYTES to each rank goes by all_to_all, behind a header and padded to SMALLEST_BYTES. All
-small calls are then the same exchange, whatever they are called: where two different ones meet, every rank sees it in
-the headers at once. Without padding, gloo aborts the process that receives more than it expected; that is still so
-above SMALLEST_BYTES, and there the ledger's writer holds the last signatures. On other devices reading a header would
-wait for the device, so only `check_agreement` does.
+So a message of up to CHECKED_BYTES to each rank goes by all_to_all, behind a header and padded to SMALLEST_BYTES.
+All small calls are then the same exchange, whatever they are called: where two different ones meet, every rank
+sees it in the headers at once. Without padding, gloo aborts the process that receives more than it expected; that
+is still so above SMALLEST_BYTES, and there the ledger's writer holds the last signatures. On other devices reading
+a header would wait for the device, so only `check_agreement` does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlsp.collectives.agreement import History, compare, listed
 from rlsp.groups import CHAIN_BYTES, CollectiveError, Group, Trail
 
 CHECKED_BYTES = 1 << 20
@@ -51,15 +52,6 @@ class Call:
     trail: Trail
 
 
-@dataclass(frozen=True)
-class History:
-    """What one rank says it called on a group: the hash of all its calls, number and signature of the last."""
-
-    rank: int
-    chain: str
-    recent: tuple[tuple[int, str], ...]
-
-
 def fault(operation: str, x: Tensor | None, group: Group, why: str) -> CollectiveError:
     """Make the error of a call that cannot start, naming operation, dtype, shape and group."""
     return CollectiveError(f"{operation} {'' if x is None else describe(x) + ' '}over {group.label}: {why}")
@@ -75,13 +67,15 @@ def check_tensor(operation: str, x: Tensor, group: Group) -> None:
     if x.layout is not torch.strided:
         raise fault(operation, x, group, f"layout is {x.layout}; only strided tensors travel")
     if group.device_type is not None and x.device.type != group.device_type:
-        raise fault(operation, x, group, f"device is {x.device.type}; the group's backend moves {group.device_type}")
+        raise fault(
+            operation, x, group, f"device is {x.device.type}; the group's backend moves {group.device_type}"
+        )
     if x.requires_grad and torch.is_grad_enabled():
         raise fault(operation, x, group, "would cut its gradient: use an autograd pair, or detach it")
 
 
 def check_dim(operation: str, x: Tensor, group: Group, dim: int, *, divisible: bool) -> int:
-    """Return `dim` counted from the front; refuse one that is not there, or does not divide by the group's size."""
+    """Return `dim` counted from the front; refuse one that is not there, or does not divide by the ranks."""
     if not -x.dim() <= dim < x.dim():
         raise fault(operation, x, group, f"there is no dim {dim}")
     if divisible and x.shape[dim] % group.size:
@@ -101,7 +95,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def from_bytes(rows: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """View uint8 [n, bytes] as [n, *shape] of `dtype`; never a copy, and contiguous only as far as the rows are."""
+    """View uint8 [n, bytes] as [n, *shape] of `dtype`: never a copy, contiguous only as far as the rows are."""
     return rows.view(dtype).view(rows.shape[0], *shape)
 
 
@@ -121,7 +115,7 @@ def exchange(call: Call, parts: Tensor) -> Tensor:
         uint8 [n, bytes], row j from rank j: own memory, rows contiguous and aligned.
 
     Raises:
-        CollectiveError: On every rank where the ranks made different calls, now or before; or the backend failed.
+        CollectiveError: The ranks made different calls, now or before (on every rank); or the backend failed.
     """
     size, payload = parts.shape
     call.group.ledger.bytes[call.operation] += (size - 1) * payload
@@ -141,7 +135,7 @@ def gather_bytes(call: Call, own: Tensor) -> Tensor:
     call.group.ledger.bytes[call.operation] += (size - 1) * own.numel()
     received = own.new_empty(size * own.numel())
     with _on_wire(call):
-        dist.all_gather_into_tensor(received, own, group=call.group.handle)
+        dist.all_gather_single(received, own, group=call.group.handle)
     return received.view(size, -1)
 
 
@@ -168,8 +162,8 @@ def check_agreement(group: Group) -> None:
     """Compare all calls so far over `group`, by one small exchange; call it at every step boundary.
 
     Raises:
-        CollectiveError: On every rank of the group, naming the ranks that differ, the first call on which they do, and
-            the last calls of each.
+        CollectiveError: On every rank of the group, naming the ranks that differ, the first call on which they do,
+            and the last calls of each.
     """
     call = enter("check_agreement", group, "")
     if group.size > 1:
@@ -198,7 +192,7 @@ def _exchange_checked(call: Call, parts: Tensor) -> Tensor:
 
 
 def _disagreement(call: Call, scratch: Tensor) -> CollectiveError:
-    """Tell every rank the last calls of every other: all of them saw the same headers, so all of them come here."""
+    """Tell every rank the last calls of every other: all saw the same headers, so all of them come here."""
     text = json.dumps([call.trail.chain.hex(), *call.trail.recent]).encode()
     message = (_LENGTH.pack(len(text)) + text)[:SMALLEST_BYTES].ljust(SMALLEST_BYTES, b"\0")
     scratch[:] = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(scratch.device)
@@ -213,37 +207,15 @@ def _disagreement(call: Call, scratch: Tensor) -> CollectiveError:
     return CollectiveError(compare(call.group.label, histories))
 
 
-def compare(label: str, histories: Sequence[History]) -> str:
-    """Name the ranks that differ from the rest, the first call where they do, and every rank's last calls."""
-    kept = [dict(history.recent) for history in histories]
-    oldest = max(min(calls) for calls in kept)  # before that, some rank has forgotten what it called
-    for number in range(oldest, max(max(calls) for calls in kept) + 1):
-        said = [calls.get(number, "not there yet") for calls in kept]
-        if len(set(said)) > 1:
-            when = f"first at call {number}"
-            break
-    else:
-        said = [history.chain for history in histories]
-        when = f"before call {oldest}, the oldest that all of them remember"
-    usual = max(said, key=said.count)  # of equally many, what the lowest rank said
-    differing = [str(history.rank) for history, each in zip(histories, said, strict=True) if each != usual]
-    lines = [f"the ranks of {label} made different calls, {when}: {', '.join(differing)} differ from the rest"]
-    lines += [f"rank {history.rank}: {_recent(history.recent)}" for history in histories]
-    return "\n  ".join(lines)
-
-
-def _recent(calls: Iterable[tuple[int, str]]) -> str:
-    return "; ".join(f"{number} {signature}" for number, signature in calls)
-
-
 @contextmanager
 def _on_wire(call: Call) -> Iterator[None]:
     started = time.monotonic()
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        group, trail = call.group, call.trail
+        after_s = time.monotonic() - started
         raise CollectiveError(
-            f"rank {group.rank}: {call.signature} over {group.label}, call {trail.sequence - 1} of this group, failed"
-            f" after {time.monotonic() - started:.1f} s: {str(error).strip()}\n  last calls here: {_recent(trail.recent)}"
+            f"rank {call.group.rank}: {call.signature} over {call.group.label}, call {call.trail.sequence - 1} of"
+            f" this group, failed after {after_s:.1f} s: {str(error).strip()}\n"
+            f"  last calls here: {listed(call.trail.recent)}"
         ) from error

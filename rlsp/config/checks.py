@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any, get_args, get_origin
 
-from rlsp.config.plain import leaf_kinds, rule_of
+from rlsp.config.plain import leaf_kinds, legal_text, rule_of
 from rlsp.config.rules import Violation
 from rlsp.config.schema import Config, DeviceKind
 
@@ -50,11 +50,12 @@ def _single_violations(config: Config) -> Iterator[Violation]:
     for key, kind in leaf_kinds(Config):
         value = value_at(config, key)
         if get_origin(kind) is tuple:
-            rule, values = rule_of(get_args(kind)[0]), value
+            kind_of_one, values = get_args(kind)[0], value
         else:
-            rule, values = rule_of(kind), () if value is None else (value,)
+            kind_of_one, values = kind, () if value is None else (value,)
+        rule = rule_of(kind_of_one)
         if rule is not None:
-            yield from (Violation(key, item, rule.legal) for item in values if not rule.holds(item))
+            yield from (Violation(key, v, legal_text(kind_of_one)) for v in values if not rule.holds(v))
 
 
 def _divisors(number: int) -> str:

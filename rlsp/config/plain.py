@@ -79,8 +79,8 @@ def unknown_key(key: str, value: object, known: list[str]) -> Violation:
     return Violation(key, value, f"a known key; {hint}")
 
 
-def _read(kind: Any, plain: object, key: str, found: list[Violation]) -> object:
-    kind, optional = _without_none(kind)
+def _read(allowed: Any, plain: object, key: str, found: list[Violation]) -> object:
+    kind, optional = _without_none(allowed)
     if optional and plain is None:
         return None
     if is_dataclass(kind):
@@ -96,7 +96,7 @@ def _read(kind: Any, plain: object, key: str, found: list[Violation]) -> object:
             return float(cast(float, plain))
         elif type(plain) is bare:
             return plain
-    found.append(Violation(key, plain, legal_text(kind)))
+    found.append(Violation(key, plain, legal_text(allowed)))
     return None
 
 

@@ -70,7 +70,9 @@ def assemble(config: Config, mesh: Mesh, device: torch.device) -> Models:
     engine = None
     if mesh.rollout_tp is not None:
         alone = Group("rollout_cp", (mesh.world.rank,), 0)
-        generating = Wiring(Phase.ROLLOUT, contract, products, mesh.rollout_tp, alone, sequence_parallel=False)
+        generating = Wiring(
+            Phase.ROLLOUT, contract, products, mesh.rollout_tp, alone, sequence_parallel=False
+        )
         engine = build_model(config.model, generating, device).requires_grad_(False)
     return Models(trainer, reference, engine, contract, certificate)
 
@@ -83,7 +85,19 @@ def wanted_products(config: Config) -> tuple[Sharded, ...]:
     heads = (model.num_attention_heads + 2 * model.num_query_groups) * head
     column = (heads, 2 * model.ffn_hidden_size, config.padded_vocab)
     row = (model.num_attention_heads * head, model.ffn_hidden_size)
-    shapes = [(kind, out // virtual, hidden) for out in column for kind in (Product.COLUMN, Product.COLUMN_BACK, Product.TOKEN)]
-    shapes += [(kind, hidden, wide // virtual) for wide in row for kind in (Product.ROW, Product.ROW_BACK, Product.TOKEN)]
-    shapes += [(Product.ATTENTION, block, head), (Product.ATTENTION, head, block), (Product.ATTENTION_TOKEN, block, head)]
+    shapes = [
+        (kind, out // virtual, hidden)
+        for out in column
+        for kind in (Product.COLUMN, Product.COLUMN_BACK, Product.TOKEN)
+    ]
+    shapes += [
+        (kind, hidden, wide // virtual)
+        for wide in row
+        for kind in (Product.ROW, Product.ROW_BACK, Product.TOKEN)
+    ]
+    shapes += [
+        (Product.ATTENTION, block, head),
+        (Product.ATTENTION, head, block),
+        (Product.ATTENTION_TOKEN, block, head),
+    ]
     return tuple(Sharded(Shape(*shape), shards) for shape in dict.fromkeys(shapes))

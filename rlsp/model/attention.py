@@ -22,22 +22,31 @@ class KeyValueCache:
     """Hold rotated keys and values of every layer in blocks, zero where nothing is stored (NUMERICS rule 8).
 
     Attributes:
-        keys: One tensor a layer, [B, G, n_k, block, D] in the model's dtype.
+        keys: One tensor a layer, [B, G, n_k, block, D]: the model's values, widened once to the products' float32.
         values: Likewise.
     """
 
-    def __init__(self, layers: int, batch: int, groups: int, length: int, block: int, head_dim: int, like: Tensor) -> None:
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        groups: int,
+        length: int,
+        block: int,
+        head_dim: int,
+        device: torch.device,
+    ) -> None:
         """Allocate room for `length` tokens, rounded up to blocks."""
         shape = (batch, groups, -(-length // block), block, head_dim)
         self.block = block
-        self.keys = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(layers)]
+        self.keys = [torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(layers)]
+        self.values = [torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(layers)]
 
     def store(self, layer: int, key: Tensor, value: Tensor, positions: Tensor) -> None:
         """Write keys and values [n, b, G, D] at int64 positions [n, b] of layer `layer` (from 0)."""
         sequence = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
         for cache, new in ((self.keys[layer], key), (self.values[layer], value)):
-            cache[sequence, :, positions // self.block, positions % self.block] = new
+            cache[sequence, :, positions // self.block, positions % self.block] = new.float()
 
     def keep(self, sequences: Tensor) -> None:
         """Drop every sequence but those of the int64 index `sequences`."""
@@ -67,7 +76,9 @@ class Channel(PackedSeqParams):
 class CoreAttention(nn.Module):
     """Rotate q and k, then attend in canonical blocks."""
 
-    def __init__(self, *, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(
+        self, *, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any
+    ) -> None:
         """Take Megatron-Core's constructor arguments."""
         super().__init__()
         self.wiring: Wiring = config.wiring
@@ -77,11 +88,24 @@ class CoreAttention(nn.Module):
         self.scale = softmax_scale if softmax_scale is not None else float(self.head_dim) ** -0.5
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: Any, **_: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: Any,
+        **_: Any,
     ) -> Tensor:
         """Return [s, b, h·D] for query [s, b, h, D], key and value [s, b, G, D] before rotation."""
-        if not isinstance(packed_seq_params, Channel) or packed_seq_params.positions is None or attention_mask is not None:
-            raise ValueError("rlsp's core attention is causal and takes its positions from a Channel, with no mask and no packing")
+        if (
+            not isinstance(packed_seq_params, Channel)
+            or packed_seq_params.positions is None
+            or attention_mask is not None
+        ):
+            raise ValueError(
+                "rlsp's core attention is causal and takes its positions from a Channel, with no mask and no packing"
+            )
         self.wiring.count(Operator.ATTENTION)
         channel = packed_seq_params
         cosine, sine = (x.unsqueeze(2) for x in rotary_table(channel.positions, self.head_dim, self.base))
@@ -98,8 +122,15 @@ class CoreAttention(nn.Module):
         cache.store(layer, key, value, channel.positions)
         keys, values = (x[layer][:, :, : channel.blocks].flatten(0, 1) for x in (cache.keys, cache.values))
         rows = query.view(n, b, groups, -1, d).permute(1, 2, 0, 3, 4).reshape(b * groups, -1, d)
-        positions = channel.positions.t().reshape(b, 1, n, 1).expand(b, groups, n, heads // groups).reshape(b * groups, -1)
-        out = cached_attention(self.wiring.products, rows, keys, values, positions, self.scale).to(query.dtype)
+        positions = (
+            channel.positions.t()
+            .reshape(b, 1, n, 1)
+            .expand(b, groups, n, heads // groups)
+            .reshape(b * groups, -1)
+        )
+        out = cached_attention(self.wiring.products, rows, keys, values, positions, self.scale).to(
+            query.dtype
+        )
         return out.view(b, groups, n, -1, d).permute(2, 0, 1, 3, 4).reshape(n, b, heads * d)
 
 
@@ -107,7 +138,9 @@ class _ContextAttention(torch.autograd.Function):
     """Gather K and V over CP (moves bits), attend with this rank's queries, give dK and dV back by an exact sum."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, module: CoreAttention, channel: Channel) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, module: CoreAttention, channel: Channel
+    ) -> Tensor:
         """Attend in blocks; keep what the backward pass recomputes from."""
         wiring = module.wiring
         block = wiring.contract.q_block
@@ -129,7 +162,13 @@ class _ContextAttention(torch.autograd.Function):
         b, groups = ctx.shape[1], keys.shape[0] // ctx.shape[1]
         dout = _query_blocks(dy.view(ctx.shape), groups, contract.q_block)
         dq, exact = block_attention_back(
-            wiring.products, dout, ctx.saved_tensors, ctx.blocks, ctx.module.scale, contract.grad_lsb, channel.bound
+            wiring.products,
+            dout,
+            ctx.saved_tensors,
+            ctx.blocks,
+            ctx.module.scale,
+            contract.grad_lsb,
+            channel.bound,
         )
         channel.guard.note(f"attention dK dV, layer {ctx.module.layer_number}", exact.within)
         dk, dv = (x.to(dy.dtype) for x in _sum_over_context(exact, b, wiring))

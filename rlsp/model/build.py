@@ -87,9 +87,13 @@ def build_model(shape: ModelConfig, wiring: Wiring, device: torch.device) -> Pol
     Raises:
         ValueError: QKV and output projection do not agree on sequence parallelism, or a size does not divide.
     """
-    initialize_rng_tracker(inference_rng_tracker=True)  # the stock tracker lives on CUDA; nothing here draws from it
+    initialize_rng_tracker(
+        inference_rng_tracker=True
+    )  # the stock tracker lives on CUDA; nothing here draws from it
     config = _megatron_config(shape, wiring)
-    groups = ProcessGroupCollection(tp=lone_group(wiring.tp), cp=lone_group(wiring.cp), pp=lone_group(None), embd=None)
+    groups = ProcessGroupCollection(
+        tp=lone_group(wiring.tp), cp=lone_group(wiring.cp), pp=lone_group(None), embd=None
+    )
     gpt = GPTModel(
         config=config,
         transformer_layer_spec=_block(shape.num_layers),
@@ -100,7 +104,9 @@ def build_model(shape: ModelConfig, wiring: Wiring, device: torch.device) -> Pol
         pg_collection=groups,
     )
     gpt.embedding = LanguageModelEmbedding(config, wiring.contract.padded_vocab, shape.hidden_size)
-    gpt.output_layer = OutputLayer(config, wiring.contract.padded_vocab, shape.hidden_size, shape.tie_embeddings)
+    gpt.output_layer = OutputLayer(
+        config, wiring.contract.padded_vocab, shape.hidden_size, shape.tie_embeddings
+    )
     gpt.setup_embeddings_and_output_layer()
     for layer in gpt.decoder.layers:
         agree_on_sequence_parallelism(layer.self_attention.linear_qkv, layer.self_attention.linear_proj)
@@ -209,4 +215,3 @@ def _layer() -> ModuleSpec:
             mlp_bda=residual_add,
         ),
     )
-

@@ -20,7 +20,11 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         wiring: Wiring = config.wiring
         self.wiring = wiring
-        shape = (wiring.contract.virtual_tp // wiring.tp.size, padded_vocab // wiring.contract.virtual_tp, hidden_size)
+        shape = (
+            wiring.contract.virtual_tp // wiring.tp.size,
+            padded_vocab // wiring.contract.virtual_tp,
+            hidden_size,
+        )
         self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
         # a tied head adds leaves of token_block tokens to the same sum: block=1 is the stricter bound of the two
         self.weight.rule = Rule(Span.TOKENS, block=1)  # type: ignore[attr-defined]

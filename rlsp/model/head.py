@@ -51,7 +51,9 @@ class OutputLayer(ColumnParallelLinear):
         if tied:
             self.weight = None  # type: ignore[assignment]
 
-    def forward(self, x: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **_: Any) -> tuple[Tensor, None]:
+    def forward(
+        self, x: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **_: Any
+    ) -> tuple[Tensor, None]:
         """Return logits [s, b, V_local·n] for hidden states [s(/tp), b, H]; they stay sharded."""
         if runtime_gather_output:
             raise ValueError("rlsp keeps logits sharded over the vocabulary")
@@ -73,7 +75,9 @@ class TokenScores:
     row_digest: Tensor
 
 
-def score_tokens(logits: Tensor, targets: Tensor, temperature: float, vocabulary: Vocabulary, wiring: Wiring) -> TokenScores:
+def score_tokens(
+    logits: Tensor, targets: Tensor, temperature: float, vocabulary: Vocabulary, wiring: Wiring
+) -> TokenScores:
     """Return each target's log-probability, the row's entropy and digest; differentiable in the logits.
 
     Args:
@@ -110,13 +114,20 @@ class _Scores(torch.autograd.Function):
         target_logit = every_picked.gather(0, owner.unsqueeze(0)).squeeze(0)
         logp, entropy, log_sum = logprob.merge(statistics, target_logit)
         ctx.save_for_backward(x, log_sum, entropy, torch.where(owned, local, -1))
-        ctx.vocabulary, ctx.temperature, ctx.shape, ctx.dtype = vocabulary, temperature, logits.shape, logits.dtype
+        ctx.vocabulary, ctx.temperature, ctx.shape, ctx.dtype = (
+            vocabulary,
+            temperature,
+            logits.shape,
+            logits.dtype,
+        )
         digest_sum = every_digest.sum(dim=0)
         ctx.mark_non_differentiable(digest_sum)
         return logp, entropy, digest_sum
 
     @staticmethod
-    def backward(ctx: Any, dlogp: Tensor, dentropy: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(
+        ctx: Any, dlogp: Tensor, dentropy: Tensor, _: Tensor
+    ) -> tuple[Tensor, None, None, None, None]:
         """Return the logits' gradient of the own columns: nothing is summed, so nothing is exchanged."""
         x, log_sum, entropy, target = ctx.saved_tensors
         grad = logprob.back(x, ctx.vocabulary.valid, log_sum, entropy, target, dlogp, dentropy)

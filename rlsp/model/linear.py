@@ -16,15 +16,21 @@ from rlsp.summation import Rule, Span
 class ShardedLinear(nn.Module):
     """Hold a weight as virtual shards [V_local, N, K] and the wiring; refuse what the contract cannot keep."""
 
-    def __init__(self, shape: tuple[int, int, int], config: Any, bias: bool, is_expert: bool, tp_group: Any) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int], config: Any, bias: bool, is_expert: bool, tp_group: Any
+    ) -> None:
         """Allocate the weight uninitialised; `model.build.initialize` draws it shard by shard."""
         super().__init__()
         self.wiring: Wiring = config.wiring
         if bias or is_expert:
             raise ValueError("rlsp's linear layers have no bias and serve no experts")
         own = self.wiring.tp
-        if tp_group is not None and (tp_group.size() != own.size or (own.size > 1 and tp_group is not own.handle)):
-            raise ValueError("an rlsp model keeps its own collectives: tp_group must be the group it was built with")
+        if tp_group is not None and (
+            tp_group.size() != own.size or (own.size > 1 and tp_group is not own.handle)
+        ):
+            raise ValueError(
+                "an rlsp model keeps its own collectives: tp_group must be the group it was built with"
+            )
         self.sequence_parallel = self.wiring.sequence_parallel
         self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
         self.weight.rule = Rule(Span.TOKENS, self.wiring.contract.token_block)  # type: ignore[attr-defined]

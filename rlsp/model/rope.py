@@ -17,7 +17,9 @@ def rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor,
     float32 product. Source: RoFormer (Su et al., 2021).
     """
     inverse = [base ** (-2 * i / head_dim) for i in range(head_dim // 2)]
-    angles = positions.to(torch.float32).unsqueeze(-1) * torch.tensor(inverse, dtype=torch.float32, device=positions.device)
+    angles = positions.to(torch.float32).unsqueeze(-1) * torch.tensor(
+        inverse, dtype=torch.float32, device=positions.device
+    )
     return torch.cos(angles), torch.sin(angles)
 
 

@@ -16,7 +16,10 @@ BUCKET_BYTES = 64 << 20
 
 def weights_digest(model: PolicyModel) -> str:
     """Return the layout-free digest of a model's weights, 64 hex characters; every rank of its TP group calls it."""
-    return tensors_digest([(name, parameter.detach(), sharded) for name, parameter, sharded in model.named_shards()], model.wiring.tp)
+    return tensors_digest(
+        [(name, parameter.detach(), sharded) for name, parameter, sharded in model.named_shards()],
+        model.wiring.tp,
+    )
 
 
 def tensors_digest(tensors: Iterable[tuple[str, Tensor, bool]], tp: Group) -> str:
@@ -47,17 +50,25 @@ def hand_over(trainer: PolicyModel, engine: PolicyModel | None, rollout_tp: int)
     source = trainer.wiring.tp
     alike = source.size == rollout_tp
     targets = {} if engine is None else {name: parameter for name, parameter, _ in engine.named_shards()}
-    moved = [(name, parameter) for name, parameter, sharded in trainer.named_shards() if sharded and not alike]
+    moved = [
+        (name, parameter) for name, parameter, sharded in trainer.named_shards() if sharded and not alike
+    ]
     with torch.no_grad():
         for name, parameter, sharded in trainer.named_shards():
             if targets and (alike or not sharded):
                 targets[name].copy_(parameter)
         for bucket in _buckets(moved, source.size):
-            every = collectives.gather(torch.cat([x.detach().view(-1) for _, x in bucket]).unsqueeze(0), source, dim=0)
-            for (name, x), part in zip(bucket, every.split([x.numel() for _, x in bucket], dim=1), strict=True):
+            every = collectives.gather(
+                torch.cat([x.detach().view(-1) for _, x in bucket]).unsqueeze(0), source, dim=0
+            )
+            for (name, x), part in zip(
+                bucket, every.split([x.numel() for _, x in bucket], dim=1), strict=True
+            ):
                 if engine is not None:
                     own, index = targets[name], engine.wiring.tp.index
-                    own.copy_(part.reshape(-1, *x.shape[1:])[index * own.shape[0] : (index + 1) * own.shape[0]])
+                    own.copy_(
+                        part.reshape(-1, *x.shape[1:])[index * own.shape[0] : (index + 1) * own.shape[0]]
+                    )
 
 
 def _buckets(parameters: list[tuple[str, Tensor]], ranks: int) -> Iterator[list[tuple[str, Tensor]]]:

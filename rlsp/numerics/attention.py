@@ -140,31 +140,33 @@ def cached_attention(
     """
     b, r, d = q.shape
     n_k, block = k.shape[1], k.shape[2]
-    tiles = -(-r // products.row_tile) * products.row_tile
-    rows = torch.zeros((b, tiles, d), dtype=torch.float32, device=q.device)
-    rows[:, :r] = q
-    where = torch.zeros((b, tiles), dtype=torch.int64, device=q.device)
-    where[:, :r] = positions
-    spread = rows.unsqueeze(1).expand(b, n_k, tiles, d).reshape(b * n_k, tiles, d)
-    keys = widened(k).view(b * n_k, block, d)
-    scores = products.attention(spread, keys.transpose(1, 2)).view(b, n_k, tiles, block) * scale
+    scores = (
+        _tiled(products, widened(q).unsqueeze(1).expand(b, n_k, r, d), widened(k).transpose(2, 3)) * scale
+    )
     key_position = torch.arange(n_k * block, device=q.device).view(1, n_k, 1, block)
-    visible = key_position <= where.view(b, 1, tiles, 1)
+    visible = key_position <= positions.view(b, 1, r, 1)
     scores = torch.where(visible, scores, MASKED)
     tops = torch.cummax(scores.amax(dim=-1, keepdim=True), dim=1).values
     weights = torch.where(visible, torch.exp(scores - tops), 0.0)
-    sums = weights.sum(dim=-1, keepdim=True)
-    products_v = products.attention(weights.view(b * n_k, tiles, block), widened(v).view(b * n_k, block, d))
-    partial = products_v.view(b, n_k, tiles, d)
-    top = rows.new_full((b, tiles, 1), MASKED)
-    total, out = torch.zeros_like(top), torch.zeros_like(rows)
-    last_block = (where // block).unsqueeze(-1)
+    partial = torch.cat((_tiled(products, weights, widened(v)), weights.sum(dim=-1, keepdim=True)), dim=-1)
+    decays = torch.exp(torch.cat((torch.full_like(tops[:, :1], MASKED), tops[:, :-1]), dim=1) - tops)
+    last_block = torch.div(positions, block, rounding_mode="floor").unsqueeze(-1)
+    everyone_visits = int(last_block.min())
+    state = scores.new_zeros((b, r, d + 1))  # the weighted sum of values, and beside it the sum of weights
     for j in range(n_k):
-        live, decay = last_block >= j, torch.exp(top - tops[:, j])
-        total = torch.where(live, total * decay + sums[:, j], total)
-        out = torch.where(live, out * decay + partial[:, j], out)
-        top = tops[:, j]
-    return (out / total)[:, :r]
+        visited = state * decays[:, j] + partial[:, j]
+        state = visited if j <= everyone_visits else torch.where(last_block >= j, visited, state)
+    return state[..., :d] / state[..., d:]
+
+
+def _tiled(products: Products, rows: Tensor, w: Tensor) -> Tensor:
+    """Multiply [b, n_k, r, K] by [b, n_k, K, N] with rows zero-padded to whole tiles; return [b, n_k, r, N]."""
+    b, n_k, r, depth = rows.shape
+    tiles = -(-r // products.row_tile) * products.row_tile
+    padded = rows.new_zeros((b * n_k, tiles, depth))
+    padded.view(b, n_k, tiles, depth)[:, :, :r] = rows
+    out = products.attention(padded, w.reshape(b * n_k, depth, w.shape[3]))
+    return out.view(b, n_k, tiles, -1)[:, :, :r]
 
 
 def _causal(block: int, group: int, device: torch.device) -> Tensor:

@@ -58,7 +58,9 @@ class Sharded:
     shards: tuple[int, ...]
 
 
-def certify(products: Products, wanted: tuple[Sharded, ...], token_block: int, threads_seen: int) -> Certificate:
+def certify(
+    products: Products, wanted: tuple[Sharded, ...], token_block: int, threads_seen: int
+) -> Certificate:
     """Certify the wide path of every product in `wanted` and the operators that every model uses.
 
     Args:
@@ -90,7 +92,9 @@ def cancelling(rows: int, columns: int, k: int, seed: int) -> tuple[Tensor, Tens
     order = torch.randperm(half, generator=generator)
     r = torch.randn(rows, half, generator=generator)
     u = torch.randn(columns, half, generator=generator)
-    return torch.cat((r, -r[:, order]), 1)[:, :k].contiguous(), torch.cat((u, u[:, order]), 1)[:, :k].contiguous()
+    return torch.cat((r, -r[:, order]), 1)[:, :k].contiguous(), torch.cat((u, u[:, order]), 1)[
+        :, :k
+    ].contiguous()
 
 
 def _power() -> None:
@@ -111,7 +115,9 @@ def _pairs(products: Products, item: Sharded, token_block: int) -> Iterator[tupl
                 yield call(products), call(wide)
 
 
-def _calls(shape: Shape, v: int, rows: int, token_block: int, tile: int) -> list[Callable[[Products], Tensor]]:
+def _calls(
+    shape: Shape, v: int, rows: int, token_block: int, tile: int
+) -> list[Callable[[Products], Tensor]]:
     """Return the calls that exercise one product on fixed operands."""
     n, k = shape.n, shape.k
     if shape.product in (Product.COLUMN, Product.ROW):
@@ -149,7 +155,10 @@ def _leaf_is_pure(products: Products, shape: Shape) -> int:
     Raises:
         NoExactPathError: They do not.
     """
-    tile, depth = products.row_tile, shape.n if shape.product in (Product.COLUMN_BACK, Product.ROW_BACK) else shape.k
+    tile, depth = (
+        products.row_tile,
+        shape.n if shape.product in (Product.COLUMN_BACK, Product.ROW_BACK) else shape.k,
+    )
     width = shape.k if shape.product in (Product.COLUMN_BACK, Product.ROW_BACK) else shape.n
     if shape.product in (Product.TOKEN, Product.ATTENTION_TOKEN):
         return 0  # such a leaf is called at one shape with the same operands wherever it is computed
@@ -159,7 +168,9 @@ def _leaf_is_pure(products: Products, shape: Shape) -> int:
         alone = torch.zeros_like(x)
         alone[(row + 5) % tile] = x[row]
         if not _same(torch.mm(alone, w.t())[(row + 5) % tile], whole[row]):
-            raise NoExactPathError(f"a row of a {shape.product.value} product (n={shape.n}, k={shape.k}) depends on its tile")
+            raise NoExactPathError(
+                f"a row of a {shape.product.value} product (n={shape.n}, k={shape.k}) depends on its tile"
+            )
     return 4
 
 
@@ -175,7 +186,9 @@ def _elementwise() -> int:
         for length in LENGTHS:
             for offset in OFFSETS:
                 if not _same(operator(source[offset : offset + length]), reference[offset : offset + length]):
-                    raise NoExactPathError(f"{name} depends on its length or offset (length {length}, offset {offset})")
+                    raise NoExactPathError(
+                        f"{name} depends on its length or offset (length {length}, offset {offset})"
+                    )
     return len(SAFE) * len(LENGTHS) * len(OFFSETS)
 
 

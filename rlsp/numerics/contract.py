@@ -50,8 +50,12 @@ class Contract:
     reductions: str = "rows over a contiguous last dimension, at most 32768 elements, then the balanced tree"
     norm: str = "squares in float64, rows of 4096, balanced tree in (name, virtual shard, row) order"
     row_tree: str = "balanced binary tree over V in float32, one rounding to dtype"
-    token_sum: str = "int64, unit 2^-grad_lsb, half to even from float64, divided by the token count once in float64"
-    attention: str = "online softmax over key blocks in position order, float32; dK and dV exact over query blocks"
+    token_sum: str = (
+        "int64, unit 2^-grad_lsb, half to even from float64, divided by the token count once in float64"
+    )
+    attention: str = (
+        "online softmax over key blocks in position order, float32; dK and dV exact over query blocks"
+    )
     sampling: str = "gumbel maximum, lowest index on ties, key (seed, rollout, prompt, sample, position, vocabulary index)"
     elementwise: tuple[str, ...] = field(default=ELEMENTWISE)
     version: int = 1

@@ -64,7 +64,13 @@ def merge(statistics: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def back(
-    x: Tensor, valid: Tensor, log_sum: Tensor, entropy: Tensor, target: Tensor, dlogp: Tensor, dentropy: Tensor
+    x: Tensor,
+    valid: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor,
+    target: Tensor,
+    dlogp: Tensor,
+    dentropy: Tensor,
 ) -> Tensor:
     """Return the gradient with respect to the tempered logits.
 
@@ -84,7 +90,9 @@ def back(
     """
     log_p = x - log_sum[:, None, None]
     p = torch.where(valid, torch.exp(log_p), 0.0)
-    onehot = torch.arange(x.shape[1] * x.shape[2], device=x.device).view(1, *x.shape[1:]) == target[:, None, None]
+    onehot = (
+        torch.arange(x.shape[1] * x.shape[2], device=x.device).view(1, *x.shape[1:]) == target[:, None, None]
+    )
     grad = dlogp[:, None, None] * (onehot.to(torch.float32) - p)
     grad = grad - dentropy[:, None, None] * (p * (log_p + entropy[:, None, None]))
     return torch.where(valid, grad, 0.0)

@@ -112,11 +112,14 @@ class RunEvidence:
 
 
 def collect(run_dir: Path) -> RunEvidence:
-    """Read a run folder; whatever is wrong with it is listed and never raised."""
+    """Read a run folder; whatever is wrong with it is listed and never raised.
+
+    A run that recorded no rollout has no reports either: that is not damage, and the counts tell.
+    """
     faults: list[str] = []
     manifest, planned = _manifest(run_dir, faults)
-    report = _report(run_dir, faults)
     measured, strays = _measured(run_dir)
+    report = _report(run_dir, faults) if measured or (run_dir / CONSISTENCY_NAME).exists() else None
     records = {record.index: record for record in report.rollouts} if report else {}
     if report and len(records) != len(report.rollouts):
         faults.append(f"{CONSISTENCY_NAME} lists a rollout twice")
@@ -129,7 +132,7 @@ def collect(run_dir: Path) -> RunEvidence:
             )
     if report:
         faults += _contradictions(f"{CONSISTENCY_NAME}, total", report.total, total(report.rollouts))
-    rows = _rows(run_dir, faults)
+    rows = _rows(run_dir, faults) if report or (run_dir / METRICS_NAME).exists() else ()
     return RunEvidence(manifest, planned, records, measured, strays, rows, tuple(faults))
 
 

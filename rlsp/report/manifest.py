@@ -142,7 +142,7 @@ def begin(job: Job, environment: Mapping[str, str]) -> Manifest:
         seeds={"seed": config.seed},
         entropy_coef=config.entropy_coef,
         code=code_revision(),
-        packages=package_versions(),
+        packages=dict(package_versions()),
         hardware=hardware(),
         environment=dict(sorted(environment.items())),
         startup=None,

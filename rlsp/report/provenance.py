@@ -7,6 +7,8 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -84,7 +86,8 @@ def source_hash(package: Path = _PACKAGE) -> str:
     return digest.hexdigest()
 
 
-def package_versions() -> dict[str, str]:
+@cache
+def package_versions() -> Mapping[str, str]:
     """List every installed distribution with its version."""
     versions = {
         dist.metadata["Name"]: dist.version for dist in metadata.distributions() if dist.metadata["Name"]

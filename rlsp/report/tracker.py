@@ -1,4 +1,4 @@
-"""The mirror of a run on Weights & Biases: the process that composed the config owns it, the files are the truth."""
+"""The mirror of a run on Weights & Biases; the files are the truth, and the composing process owns it."""
 
 from __future__ import annotations
 

@@ -35,7 +35,9 @@ class AdamW:
         """Start from the model's weights with zero moments."""
         self._hyper, self._steps = hyper, 0
         self._weights = {name: (parameter, sharded) for name, parameter, sharded in model.named_shards()}
-        self.masters = {name: p.detach().to(torch.float32, copy=True) for name, (p, _) in self._weights.items()}
+        self.masters = {
+            name: p.detach().to(torch.float32, copy=True) for name, (p, _) in self._weights.items()
+        }
         self.first = {name: torch.zeros_like(x) for name, x in self.masters.items()}
         self.second = {name: torch.zeros_like(x) for name, x in self.masters.items()}
 

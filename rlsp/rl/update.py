@@ -81,7 +81,13 @@ class Trainer:
     """Own the policy, its exact accumulators and its optimizer on one rank of the training layout."""
 
     def __init__(
-        self, model: PolicyModel, reference: PolicyModel | None, optimizer: AdamW, mesh: Mesh, layout: Layout, objective: Objective
+        self,
+        model: PolicyModel,
+        reference: PolicyModel | None,
+        optimizer: AdamW,
+        mesh: Mesh,
+        layout: Layout,
+        objective: Objective,
     ) -> None:
         """Attach accumulators to `model`; `reference` is the initial policy where kl_coef is above 0."""
         self.model, self.reference, self.optimizer = model, reference, optimizer
@@ -110,7 +116,9 @@ class Trainer:
         clip = clip_coefficient(norm, self._objective.grad_clip)
         digest = tensors_digest([(name, *named[name]) for name in sorted(named)], self._mesh.tp)
         self.optimizer.step(gradients, self._objective.learning_rate, clip)
-        return Step(recorder.forward(self._layout, self._mesh), norm, digest, clip, recorder.means(self._mesh, batch))
+        return Step(
+            recorder.forward(self._layout, self._mesh), norm, digest, clip, recorder.means(self._mesh, batch)
+        )
 
     def _micro_batches(self, batch: RolloutBatch) -> list[_Shard]:
         """Cut this DP rank's sequences into micro-batches of this CP rank's positions, padded inside."""
@@ -126,11 +134,15 @@ class Trainer:
             tokens = _padded(batch.tokens[rows], length + 1)
             active = _padded(batch.active_mask[rows], length + 1)
             shards.append(
-                _Shard(rows, positions, tokens[:, positions], tokens[:, positions + 1], active[:, positions + 1])
+                _Shard(
+                    rows, positions, tokens[:, positions], tokens[:, positions + 1], active[:, positions + 1]
+                )
             )
         return shards
 
-    def _accumulate(self, shard: _Shard, batch: RolloutBatch, advantages: Tensor, recorder: _Recorder) -> None:
+    def _accumulate(
+        self, shard: _Shard, batch: RolloutBatch, advantages: Tensor, recorder: _Recorder
+    ) -> None:
         """Run one micro-batch forward and backward; the backward seed is d(sum over tokens)."""
         objective = self._objective
         scores = self._score(self.model, shard)
@@ -151,15 +163,23 @@ class Trainer:
         )
         torch.autograd.backward(loss.loss, torch.ones_like(loss.loss))
         entropy = torch.where(shard.active.t(), scores.entropy.detach().view(shape), 0.0)
-        recorder.note(shard, scores, (loss.loss.detach(), loss.policy.detach(), loss.kl.detach(), entropy, loss.clipped.float()))
+        recorder.note(
+            shard,
+            scores,
+            (loss.loss.detach(), loss.policy.detach(), loss.kl.detach(), entropy, loss.clipped.float()),
+        )
 
     def _score(self, model: PolicyModel, shard: _Shard) -> TokenScores:
         """Return scores of the next tokens at this rank's positions, [s·b], sequence-major."""
         contract = model.wiring.contract
         bound = leaf_bound(contract.grad_lsb, max(int(shard.positions[-1]) // contract.q_block + 1, 1 << 12))
-        channel = Channel(qkv_format="sbhd", positions=shard.positions.unsqueeze(1), guard=self._guard, bound=bound)
+        channel = Channel(
+            qkv_format="sbhd", positions=shard.positions.unsqueeze(1), guard=self._guard, bound=bound
+        )
         logits = model.logits(model.hidden(shard.tokens, channel))
-        return score_tokens(logits, shard.targets.t().reshape(-1), self._objective.temperature, model.vocabulary, model.wiring)
+        return score_tokens(
+            logits, shard.targets.t().reshape(-1), self._objective.temperature, model.vocabulary, model.wiring
+        )
 
 
 class _Recorder:
@@ -200,7 +220,9 @@ class _Recorder:
 
     def means(self, mesh: Mesh, batch: RolloutBatch) -> dict[str, float]:
         """Return the exact means over all active tokens, equal in every layout."""
-        columns = [torch.cat(parts) for parts in zip(*self._metrics, strict=True)] or [torch.zeros(1)] * len(METRICS)
+        columns = [torch.cat(parts) for parts in zip(*self._metrics, strict=True)] or [torch.zeros(1)] * len(
+            METRICS
+        )
         sums = exact_sums(columns, mesh.token)
         return {name: total / max(batch.active_tokens, 1) for name, total in zip(METRICS, sums, strict=True)}
 

@@ -20,9 +20,22 @@ class StaleWeightsError(RuntimeError):
 class Rollouts:
     """Generate on every engine of the rollout layout from the trainer's weights."""
 
-    def __init__(self, trainer: PolicyModel, engine: NativeEngine | None, layout: RolloutLayout, mesh: Mesh, pad_id: int) -> None:
+    def __init__(
+        self,
+        trainer: PolicyModel,
+        engine: NativeEngine | None,
+        layout: RolloutLayout,
+        mesh: Mesh,
+        pad_id: int,
+    ) -> None:
         """Take this rank's engine (None where it idles) and where all engines stand."""
-        self._trainer, self._engine, self._layout, self._mesh, self._pad = trainer, engine, layout, mesh, pad_id
+        self._trainer, self._engine, self._layout, self._mesh, self._pad = (
+            trainer,
+            engine,
+            layout,
+            mesh,
+            pad_id,
+        )
         self.weight_version = -1
 
     def synchronise(self, version: int) -> tuple[str, str]:
@@ -59,14 +72,20 @@ class Rollouts:
         batch = self._everyone(local, shares, len(sequences))
         longest = int(batch.lengths.max())
         return RolloutBatch(
-            batch.tokens[:, :longest], batch.active_mask[:, :longest], batch.lengths, batch.logp[:, :longest], batch.row_digest[:, :longest]
+            batch.tokens[:, :longest],
+            batch.active_mask[:, :longest],
+            batch.lengths,
+            batch.logp[:, :longest],
+            batch.row_digest[:, :longest],
         )
 
     def _everyone(self, local: RolloutBatch, shares: tuple[tuple[int, ...], ...], count: int) -> RolloutBatch:
         """Exchange the engines' rows in one message and put them into the request's order."""
         rows = max(map(len, shares))
         fields = (local.tokens, local.active_mask, local.lengths, local.logp, local.row_digest)
-        padded = [torch.cat((x, x.new_zeros((rows - x.shape[0], *x.shape[1:])))).to(self._device) for x in fields]
+        padded = [
+            torch.cat((x, x.new_zeros((rows - x.shape[0], *x.shape[1:])))).to(self._device) for x in fields
+        ]
         gathered = collectives.gather_many(padded, self._mesh.world)
         out = [x.new_zeros((count, *x.shape[1:])) for x in fields]
         for engine, share in enumerate(shares):

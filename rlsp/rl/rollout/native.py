@@ -68,7 +68,9 @@ class NativeEngine:
         self._groups, self._head_dim, self._layers = head_groups, head_dim, num_layers
 
     @torch.no_grad()
-    def generate(self, sequences: list[Sequence], sampling: Sampling, prefill_chunk: int = 1 << 30) -> list[Response]:
+    def generate(
+        self, sequences: list[Sequence], sampling: Sampling, prefill_chunk: int = 1 << 30
+    ) -> list[Response]:
         """Draw a response for every sequence.
 
         Args:
@@ -99,9 +101,11 @@ class NativeEngine:
     def _cache(self, sequences: list[Sequence], max_tokens: int) -> KeyValueCache:
         """Allocate a cache for the longest sequence that may come out."""
         length = max(len(s.tokens) for s in sequences) + max_tokens
-        like = next(self.model.parameters())
+        device = next(self.model.parameters()).device
         block = self.model.wiring.contract.k_block
-        return KeyValueCache(self._layers, len(sequences), self._groups, length, block, self._head_dim, like)
+        return KeyValueCache(
+            self._layers, len(sequences), self._groups, length, block, self._head_dim, device
+        )
 
     def _prefill(self, batch: _Batch, chunk: int) -> Tensor:
         """Run the prompts and return each one's last hidden state, [1, B, H]."""
@@ -114,7 +118,9 @@ class NativeEngine:
             part = tokens[:, start : start + chunk]
             positions = torch.arange(start, start + part.shape[1], device=tokens.device)
             pieces.append(self._forward(batch, part, positions.unsqueeze(1).expand(-1, tokens.shape[0])))
-        return torch.cat(pieces).gather(0, (batch.lengths - 1).view(1, -1, 1).expand(1, -1, pieces[0].shape[2]))
+        return torch.cat(pieces).gather(
+            0, (batch.lengths - 1).view(1, -1, 1).expand(1, -1, pieces[0].shape[2])
+        )
 
     def _forward(self, batch: _Batch, tokens: Tensor, positions: Tensor) -> Tensor:
         """Run tokens [B, n] at positions [n, B] and store their keys and values."""
@@ -122,7 +128,9 @@ class NativeEngine:
         channel = Channel(qkv_format="sbhd", positions=positions, cache=batch.cache, blocks=blocks)
         return self.model.hidden(tokens, channel)
 
-    def _draw(self, hidden: Tensor, batch: _Batch, sampling: Sampling) -> tuple[list[int], list[float], list[int]]:
+    def _draw(
+        self, hidden: Tensor, batch: _Batch, sampling: Sampling
+    ) -> tuple[list[int], list[float], list[int]]:
         """Draw one token a sequence; its log-probability comes from the same statistics and merge as training's."""
         wiring, vocabulary = self.model.wiring, self.model.vocabulary
         wiring.count(Operator.LOGP)
@@ -133,7 +141,9 @@ class NativeEngine:
         best = candidates(x, noise, vocabulary.first)
         digest = bits.row_digest(shards.flatten(1), vocabulary.first, vocabulary.size)
         statistics, scores, indices, logits, digests = share(
-            wiring, (logprob.shard_statistics(x, vocabulary.valid), best.scores, best.indices, best.logits), (digest,)
+            wiring,
+            (logprob.shard_statistics(x, vocabulary.valid), best.scores, best.indices, best.logits),
+            (digest,),
         )
         token = choose(scores, indices)
         shard = torch.div(token, vocabulary.valid.shape[1], rounding_mode="floor")
@@ -159,7 +169,11 @@ class _Batch:
         self.last = torch.tensor(tokens, device=self.lengths.device)
         if eos_id is None or eos_id not in tokens:
             return
-        alive = torch.tensor([i for i, token in enumerate(tokens) if token != eos_id], dtype=torch.int64, device=self.last.device)
+        alive = torch.tensor(
+            [i for i, token in enumerate(tokens) if token != eos_id],
+            dtype=torch.int64,
+            device=self.last.device,
+        )
         self.index = [self.index[i] for i in alive.tolist()]
         self.cache.keep(alive)
         self.prompts, self.samples = self.prompts[alive], self.samples[alive]

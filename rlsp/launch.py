@@ -1,0 +1,240 @@
+"""One run from its composed job to its verdict; the process that composed it executes it, without torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+
+from rlsp import progress
+from rlsp.board import Board
+from rlsp.config import Job
+from rlsp.determinism import environment_switches, rank_environment
+from rlsp.ending import Abort, HostReport, RankError, conclude, explain, signal_name
+from rlsp.host import Wake, process_state, waking
+from rlsp.report import manifest
+from rlsp.report.files import EvidenceError
+from rlsp.report.follow import Follower
+from rlsp.report.recorder import CONSISTENCY_NAME
+from rlsp.report.records import ConsistencyReport, TotalEvidence
+from rlsp.report.tracker import open_tracker
+from rlsp.worker import RUN_RANK, board_path, error_path, host_log_path
+
+_TICK_S = 0.25
+# What a host needs on top of the grace it gives its ranks; after that the kernel ends it and them.
+_HOST_GRACE_S = 2.0
+_ORPHANS_S = 2.0
+
+
+def execute(job: Job, entry: str = RUN_RANK) -> int:
+    """Run a job: start its ranks, mirror and show what they record, judge, and return the exit status.
+
+    Args:
+        job: The run; its folder holds at most what Hydra wrote.
+        entry: The function that each rank runs, as module:function.
+
+    Returns:
+        0 PASS, 1 ABORTED, 3 FAIL, 4 INCONCLUSIVE.
+
+    Raises:
+        KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP stopped the run; its files are sealed as ABORTED.
+        EvidenceError: The run folder cannot be written.
+    """
+    console = Console(highlight=False)
+    environment = rank_environment(job.config.numerics.threads)
+    with waking(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as wake:
+        begun = manifest.begin(job, environment_switches(environment))
+        board = _prepare(job)
+        # The ranks' imports take seconds; W&B comes up on a thread of its own meanwhile.
+        with open_tracker(job, begun) as tracker, Ranks(job, board, environment, entry) as ranks:
+            failure: Exception | None = None
+            try:
+                with progress.open_display(job, console) as display:
+                    _follow(ranks, display, wake, Follower(job.run_dir))
+            except Exception as error:
+                failure = error
+            stopped_by = wake.received.name if wake.received else None
+            abort = ranks.end(stopped_by, failure)
+            judgement = conclude(job.run_dir, abort)
+            wake.release()  # from here on the user may break off at once
+            tracker.finish(judgement)
+    details = abort.lines if abort else ()
+    console.print(progress.summary(job, judgement, _total(job), details, tracker.warning), soft_wrap=True)
+    if failure is not None:
+        raise failure
+    if abort is not None and stopped_by is not None:
+        raise KeyboardInterrupt(abort.reason)
+    return judgement.exit_status
+
+
+class Ranks:
+    """The host process and what it says; leaving the context ends it and every rank."""
+
+    def __init__(self, job: Job, board: Board, environment: Mapping[str, str], entry: str) -> None:
+        """Start the host.
+
+        Args:
+            job: The run, written to its folder already.
+            board: Its status board.
+            environment: The ranks' environment.
+            entry: The function that each rank runs, as module:function.
+        """
+        self.report = HostReport()
+        self._job = job
+        self.board = board
+        self._grace_s = job.config.launch.grace_s + _HOST_GRACE_S
+        self._deadline_s: float | None = None
+        self._pending = b""
+        self._open = True
+        arguments = ["--host", str(job_path(job)), "--parent", str(os.getpid()), "--entry", entry]
+        with host_log_path(job.run_dir).open("ab") as log:
+            # A session of its own: a terminal's Ctrl-C reaches the owner only, which stops ranks in order.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "rlsp.worker", *arguments],
+                env=_with_this_code(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert self._process.stdout is not None
+        self._pipe = self._process.stdout
+        os.set_blocking(self._pipe.fileno(), False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._kill()
+        self._pipe.close()
+
+    def listen(self, wake: Wake, timeout_s: float) -> bool:
+        """Take in what the host says, for at most `timeout_s` seconds; return whether it still runs."""
+        if self._open and wake.wait(timeout_s, self._pipe.fileno()):
+            self._read()
+        if self.report.cause is not None:
+            self._limit()
+        if self._deadline_s is not None and time.monotonic() > self._deadline_s:
+            self._kill()
+        return self._open
+
+    def stop(self) -> None:
+        """Ask the host to stop the ranks."""
+        if self._deadline_s is None and self._process.poll() is None:
+            self._process.terminate()
+        self._limit()
+
+    def end(self, stopped_by: str | None, failure: Exception | None) -> Abort | None:
+        """End what still runs, and say why the run was aborted, if it was.
+
+        Args:
+            stopped_by: The signal that the owner was stopped by, if any.
+            failure: What went wrong in the owner itself, if anything did.
+        """
+        if failure is not None:
+            self._kill()
+            return Abort(f"the launcher failed: {type(failure).__name__}: {failure}", ())
+        try:
+            self._process.wait(_HOST_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._kill()
+        if self.report.good and self._process.returncode == 0:
+            return None
+        self._await_orphans()
+        size = self._job.config.world_size
+        found = [RankError.read(error_path(self._job.run_dir, rank)) for rank in range(size)]
+        errors = {error.rank: error for error in found if error is not None}
+        return explain(self.report, errors, self.board.read(), self._how_host_ended(), stopped_by)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                chunk = os.read(self._pipe.fileno(), 65536)
+            except BlockingIOError:
+                return
+            *lines, self._pending = (self._pending + chunk).split(b"\n")
+            for line in lines:
+                self.report.hear(line)
+            if not chunk:
+                self._open = False
+                return
+
+    def _limit(self) -> None:
+        if self._deadline_s is None:
+            self._deadline_s = time.monotonic() + self._grace_s
+
+    def _kill(self) -> None:
+        """Kill the host; the kernel kills its ranks."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self._open = False
+        self._await_orphans()
+
+    def _await_orphans(self) -> None:
+        """Wait until the ranks of a host that was killed are gone, too."""
+        until_s = time.monotonic() + _ORPHANS_S
+        while time.monotonic() < until_s and any(
+            process_state(pid) not in ("", "ended") for pid in self.report.pids
+        ):
+            time.sleep(0.02)
+
+    def _how_host_ended(self) -> str:
+        code = self._process.returncode
+        if code is not None and code < 0:
+            return f"was killed by {signal_name(-code)}"
+        log = host_log_path(self._job.run_dir)
+        lines = log.read_text(errors="replace").strip().splitlines()[-1:] if log.is_file() else []
+        return f"exited with status {code}" + "".join(f": {line}" for line in lines)
+
+
+def job_path(job: Job) -> Path:
+    """Return where a run folder keeps its job."""
+    return Path(job.run_dir) / ".hydra" / "job.json"
+
+
+def _follow(ranks: Ranks, display: progress.Display, wake: Wake, follower: Follower) -> None:
+    """Show rows and phases until the host has ended; pass a signal on to it."""
+    running = True
+    while running:
+        running = ranks.listen(wake, _TICK_S)
+        if wake.received is not None:
+            ranks.stop()
+        for row in follower.new_rows():
+            display.row(row)
+        display.tick(ranks.board.read())
+
+
+def _prepare(job: Job) -> Board:
+    """Lay out the run folder: the job for the ranks, the status board, no error of an earlier launch."""
+    path = job_path(job)
+    for folder in (path.parent, board_path(job.run_dir).parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(job.to_json())
+    for rank in range(job.config.world_size):
+        error_path(job.run_dir, rank).unlink(missing_ok=True)
+    return Board.create(board_path(job.run_dir), job.config.world_size)
+
+
+def _with_this_code(environment: Mapping[str, str]) -> dict[str, str]:
+    """Let the ranks import the very package that runs here, however it was found."""
+    root = str(Path(__file__).resolve().parents[1])
+    known = environment.get("PYTHONPATH")
+    return {**environment, "PYTHONPATH": os.pathsep.join([root, known] if known else [root])}
+
+
+def _total(job: Job) -> TotalEvidence | None:
+    try:
+        return ConsistencyReport.read(Path(job.run_dir) / CONSISTENCY_NAME).total
+    except EvidenceError:
+        return None

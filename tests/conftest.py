@@ -1,0 +1,40 @@
+"""What all tests share: shapes checked at run time, reproducible properties, composed configs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
+from hydra._internal.utils import get_args_parser
+from hypothesis import settings
+from jaxtyping import install_import_hook
+
+# Before anything of rlsp is imported: every annotated shape of these packages is checked at each call.
+install_import_hook(("rlsp.rl", "rlsp.bits", "rlsp.numerics"), "beartype.beartype")
+
+from rlsp.cli.compose import Composer, checked, open_composer  # noqa: E402
+from rlsp.config import Config  # noqa: E402
+
+settings.register_profile("rlsp", deadline=None, derandomize=True)
+settings.load_profile("rlsp")
+
+
+@contextmanager
+def composer() -> Iterator[Composer]:
+    """Open Hydra as the command line without options does."""
+    with open_composer(get_args_parser().parse_args([])) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def compose() -> Callable[..., Config]:
+    """Compose and check a config from overrides, as the command line would; the object is frozen and so shared."""
+
+    @cache
+    def composed(*overrides: str) -> Config:
+        with composer() as opened:
+            return checked(opened.compose(overrides))
+
+    return composed

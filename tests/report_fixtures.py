@@ -1,0 +1,217 @@
+"""Synthetic run folders that pass every gate, and the means to plant one fault in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlsp.config import Job, from_plain
+from rlsp.report import manifest as manifest_file
+from rlsp.report.consistency import RolloutFacts, float64_bits
+from rlsp.report.recorder import Recorder
+
+RUN_ID = "20260102-030405-abcdef"
+STARTED_AT = "2026-01-02T03:04:05+00:00"
+ENDED_AT = "2026-01-02T03:05:05+00:00"
+SEQUENCES, LENGTH, ROLLOUTS = 8, 16, 3
+
+Tensors = dict[str, np.ndarray]
+ChangeTensors = Callable[[int, Tensors], None]
+ChangeFacts = Callable[[int, dict[str, Any]], None]
+ChangeStartup = Callable[[dict[str, Any]], None]
+
+
+def plain_config(**changes: Any) -> dict[str, Any]:
+    """Return a whole config as plain values; `changes` go by dotted key with __ for the dot."""
+    config: dict[str, Any] = {
+        "name": "synthetic",
+        "seed": 7,
+        "num_rollouts": ROLLOUTS,
+        "prompts_per_rollout": 2,
+        "samples_per_prompt": 4,
+        "max_response_tokens": 8,
+        "updates_per_rollout": 1,
+        "micro_batch_size": 4,
+        "learning_rate": 1e-3,
+        "clip_ratio": 0.2,
+        "kl_coef": 0.0,
+        "entropy_coef": 0.01,
+        "temperature": 1.0,
+        "grad_clip": 1.0,
+        "resume": None,
+        "model": {
+            "name": "qwen3_nano",
+            "num_layers": 2,
+            "hidden_size": 128,
+            "num_attention_heads": 16,
+            "num_query_groups": 8,
+            "head_dim": 16,
+            "ffn_hidden_size": 256,
+            "vocab_size": 97,
+            "rope_base": 1e6,
+            "norm_epsilon": 1e-6,
+            "tie_embeddings": False,
+            "init_std": 0.02,
+            "dtype": "bfloat16",
+        },
+        "parallel": {"cp": 2, "tp": 2, "sp": 2, "dp": 1},
+        "rollout": {"engine": "native", "tp": 1, "engines": 3, "ignore_eos": False},
+        "numerics": {
+            "mode": "strict",
+            "virtual_tp": 8,
+            "token_block": 32,
+            "q_block": 32,
+            "k_block": 32,
+            "row_tile": 32,
+            "grad_lsb": 40,
+            "threads": 1,
+        },
+        "task": {"kind": "arithmetic", "max_operand": 9, "reward": 1.0},
+        "device": {"kind": "cpu", "backend": "gloo"},
+        "optimizer": {"kind": "adamw", "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.0},
+        "tracker": {
+            "mode": "none",
+            "project": "rlsp",
+            "entity": None,
+            "group": None,
+            "tags": ["synthetic"],
+            "init_timeout_s": 20.0,
+        },
+        "launch": {"timeout_s": 60.0, "grace_s": 5.0, "progress": False},
+    }
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        place = config
+        for part in path:
+            place = place[part]
+        place[last] = value
+    return config
+
+
+def make_job(run_dir: Path, **changes: Any) -> Job:
+    """Return the job of a synthetic run."""
+    return Job(
+        config=from_plain(plain_config(**changes)),
+        run_id=RUN_ID,
+        run_dir=str(run_dir),
+        overrides=("seed=7",),
+        command_line=("rlsp", "seed=7"),
+        started_at=STARTED_AT,
+    )
+
+
+def make_tensors(index: int) -> Tensors:
+    """Return the tensors of a rollout whose two sides are the same bits."""
+    random = np.random.default_rng(index)
+    lengths = random.integers(8, LENGTH + 1, SEQUENCES)
+    columns = np.arange(LENGTH)
+    active = (columns >= 5) & (columns < lengths[:, None])
+    logprob = np.where(active, -random.exponential(1.5, (SEQUENCES, LENGTH)), 0).astype(np.float32)
+    digest = np.where(active, random.integers(-(2**62), 2**62, (SEQUENCES, LENGTH)), 0)
+    rewards = random.integers(0, 2, SEQUENCES).astype(np.float32)
+    return {
+        "tokens": random.integers(0, 97, (SEQUENCES, LENGTH)),
+        "active_mask": active,
+        "rollout_logprob": logprob,
+        "train_logprob": logprob.copy(),
+        "rewards": rewards,
+        "advantages": (rewards - rewards.mean()).astype(np.float32),
+        "lengths": lengths.astype(np.int64),
+        "rollout_row_digest": digest,
+        "train_row_digest": digest.copy(),
+    }
+
+
+def weights(version: int) -> str:
+    """Return the digest of a version of the weights."""
+    return f"{version + 1:064x}"
+
+
+def make_facts(index: int, tensors: Mapping[str, np.ndarray], **changes: Any) -> dict[str, Any]:
+    """Return the facts of a clean rollout as keyword arguments of RolloutFacts."""
+    active = int(tensors["active_mask"].sum())
+    norm = 0.5 + index / 7
+    return {
+        "weight_version_rollout": index,
+        "weight_version_train": index,
+        "rollout_weights_digest": weights(index),
+        "trainer_weights_digest": weights(index),
+        "weights_digest": weights(index + 1),
+        "gradient_norm": norm,
+        "gradient_norm_bits": float64_bits(norm),
+        "gradient_digest": f"{index:064x}",
+        "gradient_norms": (norm,),
+        "updates": 1,
+        "learning_rate": 1e-3,
+        "routes": {"train.attention": {"strict": 12}, "rollout.attention": {"strict": 40}},
+        "declared_routes": {"train.attention": "strict", "rollout.attention": "strict"},
+        "cp_tokens": (active // 3, active - active // 3),
+        "tp_replicas_agree": True,
+        "ranks_agree": True,
+        "sequences": SEQUENCES,
+        "sources": {"rollout": "decode", "train": "forward"},
+        **changes,
+    }
+
+
+def set_gradient_norm(facts: dict[str, Any], *norms: float) -> None:
+    """Give a rollout other gradient norms, one per update."""
+    facts.update(gradient_norm=norms[-1], gradient_norm_bits=float64_bits(norms[-1]), gradient_norms=norms)
+
+
+def make_startup(manifest: manifest_file.Manifest) -> dict[str, Any]:
+    """Return start-up facts on which all ranks agree."""
+    return {
+        "contract": {"virtual_tp": 8, "grad_lsb": 40},
+        "contract_hash": "c" * 64,
+        "data_hash": "d" * 64,
+        "tokenizer_hash": "e" * 64,
+        "initial_weights_digest": weights(0),
+        "kernels": {"torch": "2.13.0", "isa": "AVX512"},
+        "certificate": {"products": "passed", "seconds": 0.8},
+        "paths": {"qkv": "fused", "head": "leaf"},
+        "agreement": [
+            {
+                "rank": row.rank,
+                "contract_hash": "c" * 64,
+                "layout": {"dp": row.dp, "cp": row.cp, "tp": row.tp, "sp": row.sp},
+                "code_hash": manifest.code.source_hash,
+                "kernel_digest": "f" * 64,
+            }
+            for row in manifest.layout.table
+        ],
+    }
+
+
+def write_run(
+    run_dir: Path,
+    *,
+    tensors: ChangeTensors = lambda index, tensors: None,
+    facts: ChangeFacts = lambda index, facts: None,
+    startup: ChangeStartup = lambda startup: None,
+    rollouts: int = ROLLOUTS,
+    aborted: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a run as its processes would have, with the faults that the callables plant; not yet sealed."""
+    manifest = manifest_file.begin(make_job(run_dir, **(config or {})), {"OMP_NUM_THREADS": "1"})
+    facts_of_ranks = make_startup(manifest)
+    startup(facts_of_ranks)
+    manifest_file.add_startup(run_dir, facts_of_ranks)
+    with Recorder(run_dir) as recorder:
+        for index in range(rollouts):
+            arrays = make_tensors(index)
+            said = make_facts(index, arrays)
+            tensors(index, arrays)
+            facts(index, said)
+            metrics = {"reward/mean": float(arrays["rewards"].mean()), "train/loss": 0.1 * index}
+            recorder.rollout(index, arrays, RolloutFacts(**said), metrics)
+    logs = run_dir / "logs"
+    logs.mkdir()
+    (logs / "rank-00.log").write_text("started\n")
+    status = manifest_file.Status.FINISHED if aborted is None else manifest_file.Status.ABORTED
+    manifest_file.finish(run_dir, ENDED_AT, status, aborted)
+    return run_dir

@@ -1,0 +1,311 @@
+"""The frozen config: every rule has a value that breaks it, and all broken rules are named at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from math import inf, nan
+from typing import Any, get_args, get_origin
+
+import pytest
+
+from rlsp.config import (
+    Config,
+    ConfigError,
+    DeviceKind,
+    Dtype,
+    Job,
+    from_plain,
+    leaf_kinds,
+    legal_text,
+    to_plain,
+    violations,
+)
+from rlsp.config.checks import CROSS_RULES, value_at
+from rlsp.config.plain import rule_of
+from rlsp.layout import Layout, RolloutLayout
+
+Compose = Callable[..., Config]
+
+COUNT, WIDTH = (0, -1), (0, -8, 3, 12)
+NOT_NEGATIVE, POSITIVE = (-0.1, nan, inf, -inf), (0.0, -1.0, nan, inf)
+FRACTION = (-0.1, 1.0, nan, inf)
+
+# For every key with a rule, values that break it.
+ILLEGAL: dict[str, tuple[Any, ...]] = {
+    "name": ("", "a/b", ".hidden", "a b", "x" * 65),
+    "seed": (-1, 2**63),
+    "num_rollouts": COUNT,
+    "prompts_per_rollout": COUNT,
+    "samples_per_prompt": COUNT,
+    "max_response_tokens": COUNT,
+    "updates_per_rollout": COUNT,
+    "micro_batch_size": COUNT,
+    "learning_rate": NOT_NEGATIVE,
+    "clip_ratio": NOT_NEGATIVE,
+    "kl_coef": NOT_NEGATIVE,
+    "entropy_coef": NOT_NEGATIVE,
+    "temperature": POSITIVE,
+    "grad_clip": NOT_NEGATIVE,
+    "resume": ("outputs/default/x", ""),
+    "model.name": ("", "a/b"),
+    "model.num_layers": COUNT,
+    "model.hidden_size": COUNT,
+    "model.num_attention_heads": COUNT,
+    "model.num_query_groups": COUNT,
+    "model.head_dim": (0, -2, 15),
+    "model.ffn_hidden_size": COUNT,
+    "model.vocab_size": (0, 1),
+    "model.rope_base": POSITIVE,
+    "model.norm_epsilon": POSITIVE,
+    "model.init_std": POSITIVE,
+    "parallel.cp": COUNT,
+    "parallel.tp": COUNT,
+    "parallel.sp": COUNT,
+    "parallel.dp": COUNT,
+    "rollout.tp": COUNT,
+    "rollout.engines": COUNT,
+    "numerics.virtual_tp": WIDTH,
+    "numerics.token_block": WIDTH,
+    "numerics.q_block": WIDTH,
+    "numerics.k_block": WIDTH,
+    "numerics.row_tile": (0, 8, 24, 48),
+    "numerics.grad_lsb": (19, 51),
+    "numerics.threads": (0, 2),
+    "task.max_operand": COUNT,
+    "task.reward": (nan, inf),
+    "optimizer.beta1": FRACTION,
+    "optimizer.beta2": FRACTION,
+    "optimizer.epsilon": POSITIVE,
+    "optimizer.weight_decay": NOT_NEGATIVE,
+    "tracker.project": ("", "a/b", "a:b", "x" * 129),
+    "tracker.entity": ("",),
+    "tracker.group": ("",),
+    "tracker.tags": (("",), ("good", "x" * 65)),
+    "tracker.init_timeout_s": POSITIVE,
+    "launch.timeout_s": POSITIVE,
+    "launch.grace_s": POSITIVE,
+}
+
+# For every rule over several keys, changes that break it and the line that says so.
+CROSSED = [
+    ({"parallel.tp": 3}, "parallel.tp=3: legal: 1, 2, 4, 8 (divisors of numerics.virtual_tp)"),
+    ({"parallel.tp": 16}, "parallel.tp=16: legal: 1, 2, 4, 8 (divisors of numerics.virtual_tp)"),
+    ({"parallel.tp": 4, "parallel.sp": 2}, "parallel.sp=2: legal: 1 or 4 (off, or equal to parallel.tp)"),
+    ({"parallel.tp": 1, "parallel.sp": 2}, "parallel.sp=2: legal: 1 (off, or equal to parallel.tp)"),
+    (
+        {"parallel.dp": 33},
+        "parallel.dp=33: legal: at most 32 (prompts_per_rollout × samples_per_prompt)",
+    ),
+    (
+        {"model.num_query_groups": 4},
+        "numerics.virtual_tp=8: legal: a power of two that divides model.num_query_groups=4",
+    ),
+    (
+        {"model.ffn_hidden_size": 260},
+        "numerics.virtual_tp=8: legal: a power of two that divides model.ffn_hidden_size=260",
+    ),
+    (
+        {"model.num_attention_heads": 20},
+        "model.num_attention_heads=20: legal: a multiple of model.num_query_groups=8",
+    ),
+    ({"rollout.tp": 3}, "rollout.tp=3: legal: 1, 2, 4, 8 (divisors of numerics.virtual_tp)"),
+    (
+        {"rollout.tp": 4},
+        "rollout.tp=4: legal: a divisor of the world size 2, or any that fits with rollout.engines stated",
+    ),
+    (
+        {"rollout.engines": 3},
+        "rollout.engines=3: legal: null, or at most world size 2 / rollout.tp 1",
+    ),
+    ({"numerics.k_block": 64}, "numerics.k_block=64: legal: 32 (equal to numerics.q_block)"),
+    (
+        {"model.hidden_size": 2, "numerics.row_tile": 64},
+        "numerics.row_tile=64: legal: a power of two above 128 "
+        "(below, this model's leaf products change kernels)",
+    ),
+    (
+        {"numerics.token_block": 2},
+        "numerics.token_block=2: legal: a power of two above 2 "
+        "(below, this model's leaf products change kernels)",
+    ),
+    (
+        {"numerics.q_block": 16, "numerics.k_block": 16},
+        "numerics.q_block=16: legal: a power of two with q_block · k_block · head_dim 16 above 4096",
+    ),
+    ({"device.backend": "nccl"}, "device.backend=nccl: legal: gloo (for device.kind=cpu)"),
+    ({"device.kind": DeviceKind.cuda}, "device.backend=gloo: legal: nccl (for device.kind=cuda)"),
+]
+
+
+def changed(config: Any, changes: dict[str, Any]) -> Any:
+    for key, value in changes.items():
+        name, _, rest = key.partition(".")
+        inner = changed(getattr(config, name), {rest: value}) if rest else value
+        config = dataclasses.replace(config, **{name: inner})
+    return config
+
+
+def kind_at(key: str) -> Any:
+    kind = dict(leaf_kinds(Config))[key]
+    return get_args(kind)[0] if get_origin(kind) is tuple else kind
+
+
+def test_the_default_config_is_legal(compose: Compose) -> None:
+    assert violations(compose()) == ()
+
+
+def test_every_rule_has_a_value_that_breaks_it() -> None:
+    assert set(ILLEGAL) == {key for key, _ in leaf_kinds(Config) if rule_of(kind_at(key)) is not None}
+
+
+@pytest.mark.parametrize("key", ILLEGAL)
+def test_a_value_that_breaks_a_rule_is_named_with_what_is_legal(compose: Compose, key: str) -> None:
+    for value in ILLEGAL[key]:
+        found = violations(changed(compose(), {key: value}))
+        assert [violation.key for violation in found] == [key]
+        assert found[0].legal == legal_text(kind_at(key))
+        wrong = value[-1] if isinstance(value, tuple) else value
+        assert found[0].value is wrong
+        assert str(found[0]).startswith(f"{key}=")
+
+
+def test_every_rule_over_several_keys_is_broken_by_a_case(compose: Compose) -> None:
+    broken = set()
+    for changes, _ in CROSSED:
+        config = changed(compose(), changes)
+        broken |= {number for number, rule in enumerate(CROSS_RULES) if not _holds(rule.holds, config)}
+    assert broken == set(range(len(CROSS_RULES)))
+
+
+def _holds(rule: Callable[[Config], bool], config: Config) -> bool:
+    return rule(config)
+
+
+@pytest.mark.parametrize(("changes", "line"), CROSSED, ids=[line.split(": ")[0] for _, line in CROSSED])
+def test_keys_that_do_not_fit_together_are_refused_in_these_words(
+    compose: Compose, changes: dict[str, Any], line: str
+) -> None:
+    assert line in [str(violation) for violation in violations(changed(compose(), changes))]
+
+
+def test_all_violations_are_listed_at_once(compose: Compose) -> None:
+    changes = {"num_rollouts": 0, "entropy_coef": nan, "parallel.tp": 3, "device.backend": "mpi"}
+    found = violations(changed(compose(), changes))
+    assert [violation.key for violation in found] == [*list(changes)[:2], "parallel.tp", "device.backend"]
+    assert [str(line) for line in found] == str(ConfigError(found)).splitlines()
+
+
+def test_one_mistake_is_named_once(compose: Compose) -> None:
+    # sp=2 was right for the default's tp=2, and rollout.tp divides 2: neither is the mistake.
+    assert [v.key for v in violations(changed(compose(), {"parallel.tp": 3}))] == ["parallel.tp"]
+
+
+@pytest.mark.parametrize("changes", [{"learning_rate": 0.0}, {"grad_clip": 0.0}, {"clip_ratio": 0.0}])
+def test_zero_is_legal_where_it_means_something(compose: Compose, changes: dict[str, Any]) -> None:
+    assert violations(changed(compose(), changes)) == ()
+
+
+def test_large_odd_cp_and_dp_are_legal(compose: Compose) -> None:
+    assert violations(changed(compose(), {"parallel.cp": 3, "parallel.dp": 5})) == ()
+
+
+def test_layouts_are_derived(compose: Compose) -> None:
+    config = compose("parallel=cp2_tp4_sp4", "rollout.tp=2")
+    assert config.world_size == 8
+    assert config.layout == Layout(dp=1, cp=2, tp=4, sp=4)
+    assert config.rollout_layout == RolloutLayout(tp=2, engines=4, world_size=8)
+    fewer = compose("parallel=cp2_tp4_sp4", "rollout.tp=2", "rollout.engines=3")
+    assert fewer.rollout_layout == RolloutLayout(tp=2, engines=3, world_size=8)
+    assert config.sequences_per_rollout == 32
+    assert config.padded_vocab == 128
+
+
+def test_a_config_survives_plain_json(compose: Compose) -> None:
+    config = compose("tracker.tags=[a,b]", "model.dtype=float32", "rollout.engines=1", "tracker.group=g")
+    plain = json.loads(json.dumps(to_plain(config), allow_nan=False))
+    assert from_plain(plain) == config
+    assert plain["model"]["dtype"] == "float32"
+    assert config.model.dtype is Dtype.float32
+    assert config.tracker.tags == ("a", "b")
+
+
+def test_a_job_survives_json(compose: Compose) -> None:
+    job = Job(
+        config=compose(),
+        run_id="20260101-000000-abcdef",
+        run_dir="/somewhere/run",
+        overrides=("seed=1", "name='é'"),
+        command_line=("rlsp", "seed=1"),
+        started_at="2026-01-01T00:00:00.000+00:00",
+    )
+    assert Job.from_json(job.to_json()) == job
+
+
+def test_the_hash_tells_any_two_configs_apart(compose: Compose) -> None:
+    config = compose()
+    assert config.config_hash == compose().config_hash
+    assert len(config.config_hash) == 64
+    changes: list[dict[str, Any]] = [{"seed": 1}, {"kl_coef": 1e-300}, {"tracker.tags": ("x",)}]
+    hashes = {changed(config, change).config_hash for change in changes} | {config.config_hash}
+    assert len(hashes) == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "line"),
+    [
+        (("seed",), "1", "seed=1: legal: an integer in 0..2^63-1"),
+        (("seed",), True, "seed=true: legal: an integer in 0..2^63-1"),
+        (("seed",), 1.0, "seed=1.0: legal: an integer in 0..2^63-1"),
+        (("seed",), None, "seed=null: legal: an integer in 0..2^63-1"),
+        (("model", "dtype"), "float16", "model.dtype=float16: legal: bfloat16 or float32"),
+        (("model", "tie_embeddings"), 1, "model.tie_embeddings=1: legal: true or false"),
+        (("model",), 3, "model=3: legal: a mapping of keys to values"),
+        (("tracker", "tags"), "a", "tracker.tags=a: legal: a list, each item 1 to 64 characters"),
+        (("tracker", "tags"), [1], "tracker.tags=1: legal: 1 to 64 characters"),
+        (("rollout", "engines"), "all", "rollout.engines=all: legal: null or an integer of at least 1"),
+        (("parallel", "tpp"), 1, "parallel.tpp=1: legal: a known key; did you mean parallel.tp?"),
+        (("nonsense_key",), 1, "nonsense_key=1: legal: a known key; `--cfg job` lists them"),
+    ],
+)
+def test_a_wrong_type_or_key_is_never_converted(
+    compose: Compose, path: tuple[str, ...], value: object, line: str
+) -> None:
+    plain = to_plain(compose())
+    node = plain
+    for name in path[:-1]:
+        node = node[name]
+    node[path[-1]] = value
+    with pytest.raises(ConfigError) as refused:
+        from_plain(plain)
+    assert str(refused.value) == line
+
+
+def test_missing_keys_are_all_named(compose: Compose) -> None:
+    plain = to_plain(compose())
+    del plain["seed"], plain["model"], plain["launch"]["grace_s"]
+    with pytest.raises(ConfigError) as refused:
+        from_plain(plain)
+    assert [violation.key for violation in refused.value.violations] == ["seed", "model", "launch.grace_s"]
+
+
+def test_an_integer_is_a_legal_number(compose: Compose) -> None:
+    plain = to_plain(compose())
+    plain["learning_rate"] = 0
+    assert repr(from_plain(plain).learning_rate) == "0.0"
+
+
+def test_the_config_cannot_be_changed(compose: Compose) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        compose().seed = 1  # type: ignore[misc]
+    assert hash(compose()) == hash(compose())
+
+
+def test_every_key_says_what_is_legal() -> None:
+    for key, kind in leaf_kinds(Config):
+        assert legal_text(kind), key
+
+
+def test_a_key_is_looked_up_by_its_dotted_name(compose: Compose) -> None:
+    assert value_at(compose(), "parallel.tp") == 2
