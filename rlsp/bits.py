@@ -8,14 +8,23 @@ order of the additions cannot matter. They are made to catch faults, not adversa
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from rlsp.numerics.hashing import GOLDEN, SECOND, as_int64, mix64_
+from rlsp.digest import as_int64, digest
+from rlsp.numerics.hashing import GOLDEN, SECOND, mix64_
+
+__all__ = [
+    "bit_pattern",
+    "differing",
+    "digest",
+    "row_digest",
+    "same_bits",
+    "shard_hashes",
+    "ulp_distance",
+]
 
 _CHUNK: Final = 1 << 16
 """Words hashed at a time: bounds the memory, and fits a core's cache (2^20 took three times as long)."""
@@ -146,32 +155,6 @@ def _words(pattern: Tensor, per_word: int) -> Tensor:
     # The copy is what makes the reinterpretation legal: a slice may start in the middle of a word.
     packed = torch.cat((pattern, pattern.new_zeros(pattern.shape[0], missing)), dim=1)
     return packed.view(torch.int64)
-
-
-def digest(entries: Iterable[tuple[str, int, int, int]]) -> str:
-    """Digest the hashes of named shards into the 64 hex characters that are shown.
-
-    Args:
-        entries: (name, index of the virtual shard, high hash, low hash), in any order; the hashes as in
-            `shard_hashes`, signed or unsigned. Names may repeat, pairs of name and shard may not.
-
-    Returns:
-        The SHA-256 over the entries in order of name and shard.
-
-    Raises:
-        ValueError: If there is no entry (nothing would equal nothing) or a shard stands twice.
-    """
-    ordered = sorted(entries)
-    if not ordered:
-        raise ValueError("a digest of no shards proves nothing")
-    state = hashlib.sha256()
-    previous: tuple[str, int] | None = None
-    for name, shard, high, low in ordered:
-        if (name, shard) == previous:
-            raise ValueError(f"shard {shard} of {name!r} stands twice in one digest")
-        previous = (name, shard)
-        state.update(json.dumps([name, shard, as_int64(high), as_int64(low)]).encode() + b"\n")
-    return state.hexdigest()
 
 
 def row_digest(logits: Tensor, first_index: int, valid: int) -> Tensor:

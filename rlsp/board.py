@@ -223,12 +223,14 @@ class Place:
     Attributes:
         rank: Its number, 0 <= rank < world_size.
         world_size: How many ranks there are.
+        local_rank: Its number among the ranks of its machine, which is the number of its GPU.
         init_method: Where the ranks meet, as torch.distributed takes it (file://… or env://).
         board: The writer of its slot.
     """
 
     rank: int
     world_size: int
+    local_rank: int
     init_method: str
     board: BoardWriter
 

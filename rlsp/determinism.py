@@ -10,36 +10,23 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from functools import reduce
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-_KERNEL_PREFIXES = (
-    "ATEN_",
-    "CUBLAS_",
-    "CUDNN_",
-    "DNNL_",
-    "MKL_",
-    "NVIDIA_TF32_",
-    "ONEDNN_",
-    "TORCH_ALLOW_TF32_",
-)
+_CPU_PREFIXES = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_")
+_CUDA_PREFIXES = ("CUBLAS_", "CUDNN_", "NVIDIA_TF32_", "TORCH_ALLOW_TF32_")
+_KERNEL_PREFIXES = _CPU_PREFIXES + _CUDA_PREFIXES
 _OTHER_PREFIXES = ("CUDA_", "GLOO_", "GOMP_", "KMP_", "NCCL_", "OMP_", "OPENBLAS_", "TORCH_")
-_THREAD_COUNTS = frozenset({"MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"})
-_RENDEZVOUS = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+_THREAD_COUNTS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+# Switches that change no bit, or whose effect is read back from the libraries themselves.
+_NO_IDENTITY = re.compile(r"MKL_NUM_THREADS|MKL_DYNAMIC|.*_VERBOSE")
+_RENDEZVOUS = re.compile(r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-_CUBLAS_VALUE = ":4096:8"
-_SUBNORMAL = 5e-324
+_CUBLAS_VALUES = (":4096:8", ":16:8")
 # Reduced precision and choice by timing are off. Memory that an operator forgot to write shows as NaN.
 _FLAGS: tuple[tuple[str, str, bool], ...] = (
     ("utils.deterministic", "fill_uninitialized_memory", True),
@@ -79,12 +66,8 @@ def rank_environment(threads: int) -> dict[str, str]:
     Args:
         threads: Intra-operator threads of one rank.
     """
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _RENDEZVOUS and not name.startswith("TORCHELASTIC_")
-    }
-    environment.update({name: str(threads) for name in _THREAD_COUNTS})
+    environment = {name: value for name, value in os.environ.items() if not _RENDEZVOUS.fullmatch(name)}
+    environment.update(dict.fromkeys(_THREAD_COUNTS, str(threads)))
     environment.update(
         MKL_DYNAMIC="FALSE",
         OMP_DYNAMIC="FALSE",
@@ -94,7 +77,7 @@ def rank_environment(threads: int) -> dict[str, str]:
         WANDB_SILENT="true",
         TOKENIZERS_PARALLELISM="false",
     )
-    environment.setdefault(_CUBLAS, _CUBLAS_VALUE)
+    environment.setdefault(_CUBLAS, _CUBLAS_VALUES[0])
     if Path("/sys/class/net/lo").exists():  # all ranks are on this machine: stay off its other interfaces
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
@@ -114,7 +97,7 @@ class apply:  # noqa: N801  (it is called like a function, and `with apply(...)`
     """
 
     def __init__(self, threads: int, device: str = "cpu") -> None:
-        self._undo: list[Callable[[], object]] = []
+        self._undo = ExitStack()
         try:
             _refuse_late_environment()
             self._set_threads(threads)
@@ -128,8 +111,7 @@ class apply:  # noqa: N801  (it is called like a function, and `with apply(...)`
 
     def undo(self) -> None:
         """Switch back to what was found; a second call does nothing."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     def __enter__(self) -> Self:
         return self
@@ -150,56 +132,49 @@ class apply:  # noqa: N801  (it is called like a function, and `with apply(...)`
                     f"too late: this process already runs {torch.get_num_interop_threads()} inter-operator "
                     "threads, which torch cannot change any more; apply the switches before any parallel work"
                 ) from error
-        found = torch.get_num_threads()
-        self._undo.append(lambda: torch.set_num_threads(found))
+        self._undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads)
 
     def _prepare_cublas(self) -> None:
+        """See to the work space without which cuBLAS is not deterministic; it is read as CUDA comes up."""
         import torch
 
-        if os.environ.get(_CUBLAS) in (_CUBLAS_VALUE, ":16:8"):
+        found = os.environ.get(_CUBLAS)
+        if found in _CUBLAS_VALUES:
             return
+        if found is not None:
+            raise DeterminismError(
+                f"{_CUBLAS}={found} is not deterministic: legal: {' or '.join(_CUBLAS_VALUES)}"
+            )
         if torch.cuda.is_initialized():
             raise DeterminismError(
-                f"too late: CUDA is in use and {_CUBLAS}={os.environ.get(_CUBLAS, '(not set)')}; "
-                f"set {_CUBLAS}={_CUBLAS_VALUE} before the process starts"
+                f"too late: CUDA is in use; set {_CUBLAS}={_CUBLAS_VALUES[0]} before it is"
             )
-        if _CUBLAS in os.environ:
-            raise DeterminismError(
-                f"{_CUBLAS}={os.environ[_CUBLAS]} is not deterministic: legal: {_CUBLAS_VALUE} or :16:8"
-            )
-        os.environ[_CUBLAS] = _AT_LOAD[_CUBLAS] = _CUBLAS_VALUE
-        self._undo.append(lambda: (os.environ.pop(_CUBLAS, None), _AT_LOAD.pop(_CUBLAS, None)))
+        for variables in (os.environ, _AT_LOAD):
+            self._undo.callback(variables.pop, _CUBLAS, None)
+            variables[_CUBLAS] = _CUBLAS_VALUES[0]
 
     def _set_arithmetic(self) -> None:
         import torch
 
-        modes = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
-        self._undo.append(lambda: torch.use_deterministic_algorithms(modes[0], warn_only=modes[1]))
+        strict = torch.are_deterministic_algorithms_enabled()
+        lenient = torch.is_deterministic_algorithms_warn_only_enabled()
+        self._undo.callback(torch.use_deterministic_algorithms, strict, warn_only=lenient)
         torch.use_deterministic_algorithms(True, warn_only=False)
-        precision = torch.get_float32_matmul_precision()
-        self._undo.append(lambda: torch.set_float32_matmul_precision(precision))
+        self._undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         torch.set_float32_matmul_precision("highest")
-        for owner, attribute, wanted in _FLAGS:
-            self._assign(_torch(owner), attribute, wanted)
-        flushed = flushes_subnormals()
-        self._undo.append(lambda: torch.set_flush_denormal(flushed))
+        for path, attribute, wanted in _FLAGS:
+            owner = _torch(path)
+            self._undo.callback(setattr, owner, attribute, getattr(owner, attribute))
+            setattr(owner, attribute, wanted)
+        self._undo.callback(torch.set_flush_denormal, flushes_subnormals())
         torch.set_flush_denormal(False)
-
-    def _assign(self, owner: object, attribute: str, value: object) -> None:
-        found = getattr(owner, attribute)
-        self._undo.append(lambda: setattr(owner, attribute, found))
-        setattr(owner, attribute, value)
 
 
 def flushes_subnormals() -> bool:
     """Tell whether this thread's floating-point unit replaces subnormal numbers by zero."""
-    return (
-        _SUBNORMAL * float(len("1")) == 0.0
-    )  # the factor is no literal: the interpreter must not fold the product
+    one = float(len("1"))  # no literal: the product must not be folded when this is compiled
+    return 5e-324 * one == 0.0
 
 
 def switches() -> dict[str, object]:
@@ -214,7 +189,7 @@ def switches() -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
         "backends.mkldnn.enabled": bool(torch.backends.mkldnn.enabled),
-        **{f"{owner}.{attribute}": getattr(_torch(owner), attribute) for owner, attribute, _ in _FLAGS},
+        **{f"{path}.{attribute}": getattr(_torch(path), attribute) for path, attribute, _ in _FLAGS},
     }
 
 
@@ -227,21 +202,17 @@ def kernel_identity(device: str = "cpu") -> dict[str, object]:
     import torch
 
     build = torch.__config__.show()
+    prefixes = _KERNEL_PREFIXES if device == "cuda" else _CPU_PREFIXES
+    found = environment_switches().items()
     identity: dict[str, object] = {
         "machine": platform.machine(),
         **_processor(),
         "torch": torch.__version__,
         "aten_capability": torch.backends.cpu.get_cpu_capability(),
-        "onednn": _found(r"MKL-DNN v(\S+ \(Git Hash \w+)\)", build).replace(" (Git Hash ", "+"),
-        "mkl": _found(r"Math Kernel Library Version (\S+)", build),
-        "openmp": _found(r"OpenMP (\S+)", build),
-        "environment": {
-            name: value
-            for name, value in environment_switches().items()
-            if name.startswith(_KERNEL_PREFIXES)
-            and name not in _THREAD_COUNTS
-            and not name.endswith("_VERBOSE")
-        },
+        "onednn": _match(r"MKL-DNN v(\S+ \(Git Hash \w+)\)", build).replace(" (Git Hash ", "+"),
+        "mkl": _match(r"Math Kernel Library Version (\S+)", build),
+        "openmp": _match(r"OpenMP (\S+)", build),
+        "environment": {k: v for k, v in found if k.startswith(prefixes) and not _NO_IDENTITY.fullmatch(k)},
         "switches": switches(),
     }
     if device == "cuda":
@@ -261,9 +232,7 @@ def describe(device: str = "cpu") -> dict[str, object]:
 
 
 def _kernel_environment() -> dict[str, str]:
-    return {
-        name: value for name, value in environment_switches().items() if name.startswith(_KERNEL_PREFIXES)
-    }
+    return {k: v for k, v in environment_switches().items() if k.startswith(_KERNEL_PREFIXES)}
 
 
 # What the libraries saw: they read their switches once, and torch is imported after this module or with it.
@@ -275,12 +244,10 @@ def _refuse_late_environment() -> None:
     now = _kernel_environment()
     late = sorted(name for name in now.keys() | _AT_LOAD.keys() if now.get(name) != _AT_LOAD.get(name))
     if late and "torch" in sys.modules:
-        changes = ", ".join(
-            f"{name}: {_AT_LOAD.get(name, '(not set)')} -> {now.get(name, '(not set)')}" for name in late
+        changes = (
+            f"{name}: {_AT_LOAD.get(name, '(not set)')} → {now.get(name, '(not set)')}" for name in late
         )
-        raise DeterminismError(
-            f"too late: changed in the environment after the libraries were loaded: {changes}"
-        )
+        raise DeterminismError(f"too late: changed after the libraries were loaded: {', '.join(changes)}")
 
 
 def _check(threads: int) -> None:
@@ -290,12 +257,12 @@ def _check(threads: int) -> None:
     info = torch.__config__.parallel_info()
     counts = {"torch": str(torch.get_num_threads())}
     for library, function in (("OpenMP", "omp_get_max_threads"), ("MKL", "mkl_get_max_threads")):
-        if found := _found(rf"{function}\(\) : (\d+)", info):
+        if found := _match(rf"{function}\(\) : (\d+)", info):
             counts[library] = found
     if set(counts.values()) != {str(threads)}:
         listed = ", ".join(f"{library} {count}" for library, count in counts.items())
         raise DeterminismError(f"threads={threads} was asked for, but this process runs {listed}")
-    wanted = {f"{owner}.{attribute}": value for owner, attribute, value in _FLAGS}
+    wanted = {f"{path}.{attribute}": value for path, attribute, value in _FLAGS}
     wanted |= {"deterministic_algorithms": True, "deterministic_warn_only": False, "flush_subnormals": False}
     now = switches()
     if wrong := sorted(name for name, value in wanted.items() if now[name] != value):
@@ -314,18 +281,16 @@ def _processor() -> dict[str, object]:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
         return {"cpu": platform.processor() or "unknown", "isa": []}
-    flags = _found(r"(?m)^(?:flags|Features)\s*:\s*(.*)$", text).split()
-    parts = [
-        _found(rf"(?m)^{name}\s*:\s*(.*)$", text)
-        for name in ("model name", "cpu family", "model", "stepping")
-    ]
+    names = ("model name", "cpu family", "model", "stepping")
+    cpu, *numbers = (_match(rf"(?m)^{name}\s*:\s*(.*)$", text) for name in names)
+    flags = _match(r"(?m)^(?:flags|Features)\s*:\s*(.*)$", text).split()
     return {
-        "cpu": parts[0] or platform.processor() or "unknown",
-        "cpu_family_model_stepping": "-".join(parts[1:]),
+        "cpu": cpu or platform.processor() or "unknown",
+        "cpu_family_model_stepping": "-".join(numbers),
         "isa": sorted(flag for flag in flags if _ISA_FLAG.match(flag)),
     }
 
 
-def _found(pattern: str, text: str) -> str:
+def _match(pattern: str, text: str) -> str:
     match = re.search(pattern, text)
     return match.group(1) if match else ""

@@ -240,14 +240,14 @@ def _failure(end: RankEnd, error: RankError | None, report: HostReport, slots: S
     """Say how the first rank failed and where, and what its collective lacked."""
     slot = slots[end.rank]
     place = replace(slot, phase=_phase(slot, error)).describe()
-    how = f"failed: {error.describe()}" if error else end.describe()
+    how = f"failed: {error.describe()}" if error else f"{'was ' if end.signal else ''}{end.describe()}"
     said = [f"rank {end.rank} {how} (at: {place})"]
     if error is None and end.signal != _CONSEQUENCE:
         return said
     clash = disagreements(slots)
     if not clash and error is not None and _TIMEOUT.search(error.message):
         clash = missing(slots, report.states)
-    return said + clash
+    return clash + said
 
 
 def _silence(report: HostReport, slots: Sequence[Slot]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a rank contributes to the evidence: start-up facts, and each rollout's tensors and digests, handed to rank 0's recorder."""
+"""What a rank contributes to the evidence: start-up facts, and each rollout's tensors and digests."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import resource
 import time
 from collections.abc import Sequence as Ordered
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlsp import collectives, determinism
+from rlsp import bits, collectives, determinism
 from rlsp.config import Config, Job
 from rlsp.groups import Mesh
 from rlsp.model.assemble import Models
-from rlsp.model.weights import weights_digest
+from rlsp.model.weights import weight_entries, weights_digest
 from rlsp.model.wiring import STRICT, Operator, Phase
+from rlsp.report.digests import RolloutDigests, UpdateDigests, shard_table
 from rlsp.report.manifest import RankAgreement, StartupFacts
 from rlsp.report.provenance import source_hash
-from rlsp.report.records import RolloutFacts, float64_bits
 from rlsp.report.recorder import Recorder
+from rlsp.report.records import RolloutFacts, float64_bits
 from rlsp.rl.batch import RolloutBatch
 from rlsp.rl.task import Task, Tokenizer
 from rlsp.rl.update import Step
@@ -72,13 +74,14 @@ def startup_facts(
             raise DisagreementError(
                 f"ranks disagree on {what}: " + ", ".join(f"rank {i} {v[:16]}" for i, v in enumerate(values))
             )
+    kernels: dict[str, Any] = determinism.kernel_identity(config.device.kind.value)
     return StartupFacts(
         contract={**asdict(contract), "elementwise": list(contract.elementwise)},
         contract_hash=contract.sha256,
         data_hash=task.content_hash,
         tokenizer_hash=tokenizer.content_hash,
         initial_weights_digest=weights_digest(models.trainer),
-        kernels=determinism.kernel_identity(config.device.kind.value),
+        kernels=kernels,
         certificate={
             "checks": certificate.checks,
             "digest": certificate.digest,
@@ -98,6 +101,7 @@ class Evidence:
         """Open the recorder on rank 0."""
         self._config, self._mesh, self._models = job.config, mesh, models
         self._recorder = Recorder(job.run_dir) if mesh.world.index == 0 else None
+        self._initial = weight_entries(models.trainer)
         self._started = time.monotonic()
 
     def record(
@@ -124,21 +128,23 @@ class Evidence:
             watch: The rollout's clock so far.
 
         Raises:
-            DisagreementError: TP, CP or DP replicas hold other weights than rank 0 after the updates.
+            DisagreementError: After the updates a rank holds other gradients, optimizer state or weights
+                than rank 0.
         """
-        after = weights_digest(self._models.trainer)
+        first, last = steps[0].forward, steps[-1]
+        after = [bits.digest(entries) for entries in (last.gradients, last.optimizer, last.weights)]
         self._same_everywhere(after)
         routes = self._routes()
-        first = steps[0].forward
         facts = RolloutFacts(
             weight_version_rollout=versions[0],
             weight_version_train=versions[1],
             trainer_weights_digest=digests[0],
             rollout_weights_digest=digests[1],
-            weights_digest=after,
-            gradient_norm=steps[-1].gradient_norm,
-            gradient_norm_bits=float64_bits(steps[-1].gradient_norm),
-            gradient_digest=steps[-1].gradient_digest,
+            weights_digest=after[2],
+            gradient_norm=last.gradient_norm,
+            gradient_norm_bits=float64_bits(last.gradient_norm),
+            gradient_digest=after[0],
+            optimizer_digest=after[1],
             gradient_norms=tuple(step.gradient_norm for step in steps),
             updates=len(steps),
             learning_rate=self._config.learning_rate,
@@ -153,16 +159,36 @@ class Evidence:
         watch.lap("time/evidence_s")
         if self._recorder is not None:
             tensors = _tensors(batch, rewards, advantages, steps[0])
-            self._recorder.rollout(
-                index, tensors, facts, self._metrics(batch, rewards, advantages, steps, versions, watch)
-            )
+            metrics = self._metrics(batch, rewards, advantages, steps, versions, watch)
+            self._recorder.rollout(index, tensors, facts, metrics, digests=self._digests(index, steps))
 
-    def _same_everywhere(self, digest: str) -> None:
-        mine = torch.tensor([list(bytes.fromhex(digest))], dtype=torch.uint8, device=_device(self._models))
-        every = [bytes(row).hex() for row in collectives.gather(mine, self._mesh.world).tolist()]
+    def _digests(self, index: int, steps: Ordered[Step]) -> RolloutDigests:
+        updates = tuple(
+            UpdateDigests.of(
+                loss=step.metrics["loss"],
+                gradients=shard_table(step.gradients),
+                gradient_norm=step.gradient_norm,
+                optimizer=shard_table(step.optimizer),
+                weights=shard_table(step.weights),
+            )
+            for step in steps
+        )
+        return RolloutDigests(initial=None if index else shard_table(self._initial), updates=updates)
+
+    def _same_everywhere(self, digests: list[str]) -> None:
+        """Compare the digests of gradients, optimizer state and weights of all ranks."""
+        mine = torch.tensor(
+            [[list(bytes.fromhex(digest)) for digest in digests]],
+            dtype=torch.uint8,
+            device=_device(self._models),
+        )
+        every = collectives.gather(mine, self._mesh.world).tolist()
         drifted = [rank for rank, held in enumerate(every) if held != every[0]]
         if drifted:
-            raise DisagreementError(f"replicas drifted apart: ranks {drifted} hold other weights than rank 0")
+            raise DisagreementError(
+                f"replicas drifted apart: ranks {drifted} hold other gradients, optimizer state or weights"
+                f" than rank {self._mesh.world.ranks[0]}"
+            )
 
     def _routes(self) -> dict[str, dict[str, int]]:
         """Return the calls of every rank since the last rollout, by operator and route."""

@@ -70,14 +70,14 @@ class Ledger:
         self._writer = writer
 
     def trail(self, group: Group) -> Trail:
-        """Return the calls on the ranks of `group`; axes over the same ranks share one trail, and one handle."""
+        """Return the calls on the ranks of `group`; axes over the same ranks share one."""
         return self._trails.setdefault(group.ranks, Trail())
 
     def enter(self, group: Group, operation: str, signature: str) -> Trail:
         """Record a call that is about to communicate, and show it to the writer.
 
         The writer gets this rank's number of the call, the text `group#number-in-group signature`, and the
-        *group's* chain: ranks of one group must show the same text and chain, whatever else each of them called.
+        *group's* chain: ranks of one group must show the same text and chain, whatever else they called.
         """
         trail = self.trail(group)
         text = f"{group.axis} {signature}".encode()
@@ -171,6 +171,15 @@ class Mesh:
     rollout_tp: Group | None
 
     @property
+    def groups(self) -> tuple[Group, ...]:
+        """List the groups that communicate, one for each set of ranks, in an order that all ranks share."""
+        distinct: dict[tuple[int, ...], Group] = {}
+        for group in (self.world, self.tp, self.cp, self.dp, self.token, self.rollout_tp):
+            if group is not None and group.size > 1:
+                distinct.setdefault(group.ranks, group)
+        return tuple(distinct.values())
+
+    @property
     def ledger(self) -> Ledger:
         """Return the record of this process, which all groups share."""
         return self.world.ledger
@@ -181,8 +190,8 @@ def build_mesh(
 ) -> Mesh:
     """Open this rank's groups; every rank of the launch calls it at the same point, with the same layouts.
 
-    Every rank opens every process group in the same order, whether it belongs or not; groups over the same ranks
-    share one. torch.distributed must be initialised where there is more than one rank.
+    Every rank opens every process group in the same order, whether it belongs or not; groups over the same
+    ranks share one. torch.distributed must be initialised where there is more than one rank.
 
     Args:
         layout: Where the ranks of training stand.

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,9 +66,11 @@ def execute(job: Job, entry: str = RUN_RANK) -> int:
             abort = ranks.end(stopped_by, failure)
             judgement = conclude(job.run_dir, abort)
             wake.release()  # from here on the user may break off at once
+            details = abort.lines if abort else ()
+            console.print(progress.summary(job, judgement, _total(job), details), soft_wrap=True)
             tracker.finish(judgement)
-    details = abort.lines if abort else ()
-    console.print(progress.summary(job, judgement, _total(job), details, tracker.warning), soft_wrap=True)
+    if tracker.warning:
+        console.print(f"  tracker: {tracker.warning}", markup=False, soft_wrap=True)
     if failure is not None:
         raise failure
     if abort is not None and stopped_by is not None:
@@ -94,7 +97,9 @@ class Ranks:
         self._deadline_s: float | None = None
         self._pending = b""
         self._open = True
-        arguments = ["--host", str(job_path(job)), "--parent", str(os.getpid()), "--entry", entry]
+        self._meeting = tempfile.TemporaryDirectory(prefix="rlsp-")
+        where = ["--init-method", f"file://{self._meeting.name}/store", "--parent", str(os.getpid())]
+        arguments = ["--host", str(job_path(job)), *where, "--entry", entry]
         with host_log_path(job.run_dir).open("ab") as log:
             # A session of its own: a terminal's Ctrl-C reaches the owner only, which stops ranks in order.
             self._process = subprocess.Popen(
@@ -117,6 +122,7 @@ class Ranks:
     ) -> None:
         self._kill()
         self._pipe.close()
+        self._meeting.cleanup()
 
     def listen(self, wake: Wake, timeout_s: float) -> bool:
         """Take in what the host says, for at most `timeout_s` seconds; return whether it still runs."""

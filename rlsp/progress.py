@@ -56,15 +56,17 @@ class LineDisplay(Display):
 
 
 class LiveDisplay(Display):
-    """Keep a progress bar with the phase and the last rollout's figures; it is drawn at every tick."""
+    """Keep a progress bar with the phase below one line a rollout; it is drawn at every tick."""
 
     def __init__(self, progress: Progress, num_rollouts: int) -> None:
         self._progress = progress
-        self._task = progress.add_task("starting", total=num_rollouts, figures="")
+        self._lines = LineDisplay(progress.console, num_rollouts)
+        self._task = progress.add_task("starting", total=num_rollouts)
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Count a rollout and show its figures."""
-        self._progress.update(self._task, completed=int(row[STEP]) + 1, figures=figures_text(row))
+        """Print a row of metrics.jsonl and count the rollout."""
+        self._lines.row(row)
+        self._progress.update(self._task, completed=int(row[STEP]) + 1)
 
     def tick(self, slots: Sequence[Slot]) -> None:
         """Show what rank 0 is at."""
@@ -80,15 +82,9 @@ def open_display(job: Job, console: Console) -> Iterator[Display]:
     elif not console.is_terminal:
         yield LineDisplay(console, job.config.num_rollouts)
     else:
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}", markup=False),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=console, auto_refresh=False) as progress:
+        phase = TextColumn("{task.description}", markup=False)
+        columns = (SpinnerColumn(), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), phase)
+        with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
             yield LiveDisplay(progress, job.config.num_rollouts)
 
 
@@ -108,9 +104,7 @@ def figures_text(row: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def summary(
-    job: Job, judgement: Judgement, total: TotalEvidence | None, details: Sequence[str], warning: str | None
-) -> Text:
+def summary(job: Job, judgement: Judgement, total: TotalEvidence | None, details: Sequence[str]) -> Text:
     """Write the block that ends a run.
 
     Args:
@@ -118,11 +112,11 @@ def summary(
         judgement: Its verdict.
         total: The totals of its consistency report, if any rollout was recorded.
         details: More lines on why it was aborted.
-        warning: What went wrong with the tracker, if anything did.
     """
     verdict = judgement.verdict.value
     text = Text.assemble((verdict, _COLOURS[verdict]), f"  {job.config.name}  {job.run_id}\n")
-    lines = [*judgement.reasons[:1], *details, *judgement.reasons[1:]]
+    # What an aborted run lacks follows from its abort; VERDICT.json lists it.
+    lines = [*judgement.reasons[:1], *details] if details else [*judgement.reasons]
     if total is None:
         lines.append("no rollout was recorded")
     else:
@@ -130,10 +124,8 @@ def summary(
             f"{total.rollouts} of {job.config.num_rollouts} rollouts: {total.active_tokens} active tokens, "
             f"{total.mismatched_tokens} mismatched; {total.mismatched_rows} rows mismatched"
         )
-    if warning:
-        lines.append(f"tracker: {warning}")
     lines.append(f"folder: {_short(Path(job.run_dir))}")
-    text.append("".join(f"  {line}\n" for line in lines))
+    text.append("\n".join(f"  {line}" for line in lines))
     return text
 
 

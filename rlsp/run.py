@@ -66,7 +66,7 @@ def _live(job: Job, place: Place) -> None:
 
         board.phase(f"rollout {index}: generating")
         sequences = _sequences(config, task, index)
-        batch = rollouts.generate(sequences, _sampling(config, index, tokenizer.eos_id))
+        batch = rollouts.generate(sequences, _sampling(config, index, tokenizer.eos_id), version)
         watch.lap("time/rollout_s")
 
         board.phase(f"rollout {index}: scoring")

@@ -1,4 +1,4 @@
-"""Where a sequence's tokens sit under context parallelism, and how keys and values come back into position order."""
+"""Where a sequence's tokens sit under context parallelism, and how they come back into position order."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ from rlsp import collectives
 from rlsp.groups import Group
 from rlsp.numerics.fixed import from_fixed, leaf_bound, to_fixed, vanished, within
 
-
 METRIC_LSB = 32
+METRIC_ADDENDS = 1 << 20  # of one metric and step, over all ranks, for which the sum cannot overflow
+METRIC_BOUND = leaf_bound(METRIC_LSB, METRIC_ADDENDS)
 
 
 class Span(Enum):
@@ -44,14 +45,22 @@ class BoundBreachError(ArithmeticError):
 
 
 class Guard:
-    """Collect, by tensor name, whether every leaf of a step stayed finite and in bound."""
+    """Collect, by tensor name, whether every leaf of a step stayed finite and in bound.
+
+    Names are announced when the model is built, so that a rank without a sequence, which notes nothing,
+    settles the same list as the others.
+    """
 
     def __init__(self) -> None:
-        """Start with nothing noted."""
+        """Start with no name."""
         self._inside: dict[str, Tensor] = {}
 
+    def expect(self, name: str, device: torch.device) -> None:
+        """Announce a name whose flags will lie on `device`; every rank announces the same names."""
+        self._inside[name] = torch.ones((), dtype=torch.bool, device=device)
+
     def note(self, name: str, inside: Tensor) -> None:
-        """Add one bool scalar under `name`."""
+        """Add one bool scalar under `name`; a name that nobody announced must be noted on every rank."""
         before = self._inside.get(name)
         self._inside[name] = inside if before is None else before & inside
 
@@ -62,29 +71,47 @@ class Guard:
             BoundBreachError: On every rank, naming each tensor with a leaf that was out of bound on any rank.
         """
         names = sorted(self._inside)
-        flags = torch.stack([~self._inside[name] for name in names]).to(torch.int64)
-        self._inside.clear()
-        breached = collectives.max_integers(flags, group).tolist()
+        if not names:
+            return
+        inside = torch.stack([self._inside[name] for name in names])
+        self._inside = dict(zip(names, torch.ones_like(inside).unbind(), strict=True))
+        breached = collectives.max_integers((~inside).to(torch.int64), group).tolist()
         if any(breached):
             bad = ", ".join(name for name, flag in zip(names, breached, strict=True) if flag)
             raise BoundBreachError(f"gradient leaves not finite, or too large for the exact sum, in: {bad}")
 
 
 class TokenSum:
-    """Sum one parameter's gradient leaves exactly, in units of 2^-lsb of d(sum over tokens)/dW."""
+    """Sum one parameter's gradient leaves exactly, in units of 2^-lsb of d(sum over tokens)/dW.
+
+    Attributes:
+        name: The parameter's.
+        rule: What a leaf is.
+        lsb: The unit is 2^-lsb.
+        guard: Where a leaf out of bound is noted.
+        total: The sum so far, int64, the weight's shape.
+        counts: int64 [2], this rank's nonzero leaf elements so far, and those of them that rounded to zero.
+        replicated: Whether the ranks of TP hold the same tokens' leaves: a vector that lies on all of them.
+    """
 
     def __init__(self, name: str, weight: Tensor, rule: Rule, lsb: int, guard: Guard) -> None:
         """Make an accumulator of the weight's shape; `begin` must be called before each step."""
         self.name, self.rule, self.lsb, self.guard = name, rule, lsb, guard
         self.total = torch.zeros(weight.shape, dtype=torch.int64, device=weight.device)
-        self.nonzero = self.vanished = 0
+        self.counts = torch.zeros(2, dtype=torch.int64, device=weight.device)
+        self.replicated = rule.span is Span.TOKENS and weight.dim() == 1
         self._bound = 0.0
+        guard.expect(name, weight.device)
 
     def begin(self, tokens: int) -> None:
-        """Clear the sum and set the bound for a step over `tokens` tokens (every sequence rounded up to its blocks)."""
+        """Clear the sum and set the bound for a step.
+
+        Args:
+            tokens: Tokens of the step over all ranks, every sequence rounded up to its blocks.
+        """
         self.total.zero_()
-        self.nonzero = self.vanished = 0
-        self._bound = leaf_bound(self.lsb, tokens // self.rule.block * self.rule.copies)
+        self.counts.zero_()
+        self._bound = leaf_bound(self.lsb, -(-tokens // self.rule.block) * self.rule.copies)
 
     def add(self, leaves: Tensor) -> None:
         """Add float leaves [L, *shape of the weight]."""
@@ -97,36 +124,53 @@ class TokenSum:
     def _fixed(self, leaves: Tensor) -> Tensor:
         self.guard.note(self.name, within(leaves, self._bound))
         fixed = to_fixed(leaves, self.lsb)
-        nonzero, lost = vanished(leaves, fixed)
-        self.nonzero += nonzero
-        self.vanished += lost
+        self.counts += vanished(leaves, fixed)
         return fixed
 
 
-def reduce_sums(sums: list[TokenSum], tokens: Group, world: Group) -> None:
-    """Complete every accumulator over the ranks of its span: one integer all-reduce a span."""
-    for span, group in ((Span.TOKENS, tokens), (Span.WORLD, world)):
-        members = [item for item in sums if item.rule.span is span]
-        if not members or group.size == 1:
-            continue
-        flat = collectives.sum_integers(torch.cat([item.total.view(-1) for item in members]), group)
-        parts = flat.split([item.total.numel() for item in members])
-        for item, part in zip(members, parts, strict=True):
-            item.total.copy_(part.view(item.total.shape))
+def reduce_sums(sums: list[TokenSum], tokens: Group, world: Group) -> float:
+    """Complete every accumulator over the ranks of its span: one exchange a span.
+
+    Args:
+        sums: One accumulator a parameter, the same list on every rank.
+        tokens: This rank's group of ranks that share a weight shard (dp × cp).
+        world: All ranks.
+
+    Returns:
+        The share of nonzero leaf elements that rounded to zero, over all ranks; the same in every layout.
+    """
+    first_of_tp = world.ranks[0] in tokens.ranks
+    counts = torch.zeros_like(sums[0].counts)
+    for item in sums:
+        if first_of_tp or not item.replicated:
+            counts += item.counts
+    _add_over([item.total for item in sums if item.rule.span is Span.TOKENS], tokens)
+    _add_over([counts, *(item.total for item in sums if item.rule.span is Span.WORLD)], world)
+    nonzero, lost = (int(count) for count in counts)
+    return lost / max(nonzero, 1)
+
+
+def _add_over(totals: list[Tensor], group: Group) -> None:
+    """Add int64 tensors over the ranks of a group, in place and in one message."""
+    if not totals or group.size == 1:
+        return
+    flat = collectives.sum_integers(torch.cat([x.view(-1) for x in totals]), group)
+    for x, part in zip(totals, flat.split([x.numel() for x in totals]), strict=True):
+        x.view(-1).copy_(part)
 
 
 def exact_sums(columns: list[Tensor], group: Group) -> list[float]:
-    """Return the exact sum of each float tensor over all its elements and all ranks of `group`, in one exchange.
+    """Return the exact sum of each float tensor over its elements and all ranks of `group`, in one exchange.
 
-    Units are 2^-32, sums int64: metrics that no layout changes. A sum with an element that is not finite is NaN.
+    Units are 2^-32, sums int64: metrics that no layout changes. A sum is NaN where an element is not finite,
+    or so large (1,024) that a million like it could overflow.
     """
-    finite = torch.stack([x.isfinite().all() for x in columns]).to(torch.int64)
+    broken = torch.stack([~within(x, METRIC_BOUND) for x in columns]).to(torch.int64)
     totals = torch.stack([to_fixed(torch.nan_to_num(x, 0.0, 0.0, 0.0), METRIC_LSB).sum() for x in columns])
-    every = collectives.sum_integers(torch.cat((totals, 1 - finite)), group)
+    every = collectives.sum_integers(torch.cat((totals, broken)), group)
     sums = (every[: len(columns)].to(torch.float64) * 2.0**-METRIC_LSB).tolist()
     return [
-        math.nan if broken else value
-        for value, broken in zip(sums, every[len(columns) :].tolist(), strict=True)
+        math.nan if bad else value for value, bad in zip(sums, every[len(columns) :].tolist(), strict=True)
     ]
 
 

@@ -12,10 +12,8 @@ import gc
 import importlib
 import json
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +29,7 @@ from rlsp.report import manifest
 
 RUN_RANK = "rlsp.run:run_rank"
 BOARD_NAME = "board"
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PRELOAD = ("torch", "torch.distributed", "megatron.core.models.gpt")
 
 RankFunction = Callable[[Job, Place], object]
@@ -82,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", action="store_true", help="start every rank of the job on this machine")
     parser.add_argument("--parent", type=int, default=os.getppid(), help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--init-method", help=argparse.SUPPRESS)
+    parser.add_argument("--init-method", help="where the ranks of a host meet, as torch.distributed takes it")
     parser.add_argument("--entry", default=RUN_RANK, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
@@ -90,12 +88,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"{options.job}: not a job: {error}", file=sys.stderr)
         return 2
+    if options.host and options.init_method is None:
+        parser.error("--host needs --init-method, for instance file:///tmp/an-absent-file")
     if options.host:
         return _host(job, options)
     if options.rank is not None:
         die_with_parent(options.parent)
         board = Board.open(board_path(job.run_dir))
-        place = Place(options.rank, job.config.world_size, options.init_method, board.writer(options.rank))
+        rank, size = options.rank, job.config.world_size
+        place = Place(rank, size, rank, options.init_method, board.writer(rank))
         _end_process(_live_here(job, place, options.entry))
     return _torchrun_rank(job, options.entry)
 
@@ -106,9 +107,8 @@ def _host(job: Job, options: argparse.Namespace) -> int:
     _redirect(host_log_path(job.run_dir))
     forks = job.config.device.kind is DeviceKind.cpu
     function = _load(options.entry) if forks else None
-    board = Board.open(board_path(job.run_dir))
-    meeting = Path(tempfile.mkdtemp(prefix="rlsp-"))
-    init_method = f"file://{meeting}/store"
+    board = Board.join(board_path(job.run_dir), job.config.world_size)
+    init_method = options.init_method
     host_pid = os.getpid()
 
     def start(rank: int) -> int:
@@ -126,7 +126,7 @@ def _host(job: Job, options: argparse.Namespace) -> int:
             if function is None:
                 place_options = ["--rank", str(rank), "--init-method", init_method, "--parent", str(host_pid)]
                 _execute_anew([str(options.job), "--entry", options.entry, *place_options])
-            place = Place(rank, job.config.world_size, init_method, board.writer(rank))
+            place = Place(rank, job.config.world_size, rank, init_method, board.writer(rank))
             _dump_stack_when_stopped()
             code = live(job, place, function)
         except BaseException:
@@ -140,10 +140,7 @@ def _host(job: Job, options: argparse.Namespace) -> int:
     host = Host(
         board, lambda line: os.write(protocol, f"{line}\n".encode()), launch.timeout_s, launch.grace_s
     )
-    try:
-        return host.run(start)
-    finally:
-        shutil.rmtree(meeting, ignore_errors=True)
+    return host.run(start)
 
 
 def _torchrun_rank(job: Job, entry: str) -> int:
@@ -157,15 +154,17 @@ def _torchrun_rank(job: Job, entry: str) -> int:
         return 2
     rank = int(values["RANK"] or 0)
     board = Board.join(board_path(job.run_dir), job.config.world_size)
-    place = Place(rank, job.config.world_size, "env://", board.writer(rank))
+    local_rank = int(values["LOCAL_RANK"] or 0)
+    place = Place(rank, job.config.world_size, local_rank, "env://", board.writer(rank))
     if rank:
         _end_process(_live_here(job, place, entry))
     # Nobody owns this run: rank 0 writes its manifest and its verdict, and nothing mirrors it.
     error_path(job.run_dir, rank).unlink(missing_ok=True)
     manifest.begin(job, environment_switches())
     code = _live_here(job, place, entry)
-    error = RankError.read(error_path(job.run_dir, rank)) if code else None
-    abort = Abort(f"rank 0 failed: {error.describe()}", (place.board.last().describe(),)) if error else None
+    error = RankError.read(error_path(job.run_dir, rank))
+    why = error.describe() if error else f"status {code}"
+    abort = Abort(f"rank 0 failed: {why}", (place.board.last().describe(),)) if code else None
     judgement = conclude(job.run_dir, abort)
     print("\n  ".join([judgement.verdict.value, *judgement.reasons, f"folder: {job.run_dir}"]))
     _end_process(judgement.exit_status)
@@ -175,6 +174,7 @@ def _torchrun_faults(values: Mapping[str, str | None], world_size: int) -> list[
     """List what is missing or inconsistent, each naming variable, value and legal values."""
     limits = {
         "RANK": range(world_size),
+        "LOCAL_RANK": range(world_size),
         "WORLD_SIZE": range(world_size, world_size + 1),
         "MASTER_PORT": range(1, 65536),
     }

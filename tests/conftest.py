@@ -30,7 +30,7 @@ def composer() -> Iterator[Composer]:
 
 @pytest.fixture(scope="session")
 def compose() -> Callable[..., Config]:
-    """Compose and check a config from overrides, as the command line would; the object is frozen and so shared."""
+    """Compose and check a config from overrides, as the command line would; configs are frozen, so shared."""
 
     @cache
     def composed(*overrides: str) -> Config:

@@ -22,7 +22,9 @@ def finish(job: Job, place: Place) -> None:
 
 def chatter(job: Job, place: Place) -> None:
     """Print what looks like the host's own events, through every channel that a library has."""
-    forged = json.dumps({"event": "end", "rank": 0, "code": 7, "signal": None, "asked": False, "finished": False})
+    forged = json.dumps(
+        {"event": "end", "rank": 0, "code": 7, "signal": None, "asked": False, "finished": False}
+    )
     print(forged)
     os.write(1, f"{forged}\n".encode())
     os.write(2, b"a warning of a library\n")
@@ -35,7 +37,11 @@ def rows(job: Job, place: Place) -> None:
     if place.rank == 0:
         with (Path(job.run_dir) / "metrics.jsonl").open("a") as file:
             for index in range(2):
-                figures = {"reward/mean": 0.25, "consistency/active_tokens": 32, "consistency/mismatched_tokens": 0}
+                figures = {
+                    "reward/mean": 0.25,
+                    "consistency/active_tokens": 32,
+                    "consistency/mismatched_tokens": 0,
+                }
                 file.write(json.dumps({"rollout": index, **figures}) + "\n")
         (Path(job.run_dir) / "two-rows").touch()
     else:

@@ -1,14 +1,15 @@
-"""Run functions on several gloo ranks: forked from the test process, one launch for as many checks as you like.
+"""Run functions on several gloo ranks, forked from the test process: as many checks as you like in a launch.
 
     results = run_ranks(4, function, "argument")   # function(rank, world_size, "argument") on each rank
     outcomes = run_checks(4, [check_a, check_b])   # both in one launch: outcomes["check_a"] is a list by rank
 
-Each rank has one thread, torch.distributed initialised over gloo, and everything that the test process imported.
-Results are pickled, in rank order. A rank that raises stops the launch: its own exception is raised again in the
-test (the earliest, where several raise; a rank that was killed goes first), with a note that names rank, check and
-traceback. A launch that takes longer than timeout_s raises TimeoutError with every late rank's stack. Either way
-no process is left. Where the test process sees a GPU, ranks come from a fork server instead: functions must then
-be importable. Within a rank, catch what you expect; a check that fails ends the launch, so those after it fail too.
+Each rank has one thread, torch.distributed initialised over gloo, and everything that the test process
+imported. Results are pickled, in rank order. A rank that raises stops the launch: its own exception is raised
+again in the test (the earliest, where several raise; a rank that was killed goes first), with a note that
+names rank, check and traceback. A launch that takes longer than timeout_s raises TimeoutError with every late
+rank's stack. Either way no process is left. Where the test process sees a GPU, ranks come from a fork server
+instead: functions must then be importable. Within a rank, catch what you expect; a check that fails ends the
+launch, so those after it fail too.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import torch.distributed as dist
 Function = Callable[..., Any]
 
 _GRACE_S = 1.0  # after a first failure, for the others' own accounts of it
-_LOG_CHARS = 4000
+_LOG_CHARS = 20_000  # enough for a stack from within pytest, whose newest frames come first
 _PR_SET_PDEATHSIG = 1
 _SLOW_IMPORT = (
     "torch.fx.experimental.symbolic_shapes"  # 0.4 s, made by every rank's first backward if not before
@@ -50,7 +51,7 @@ class RankError(RuntimeError):
 
 
 class NotReachedError(RuntimeError):
-    """An earlier check of the same launch failed."""
+    """An earlier check of the launch failed."""
 
 
 class Failure(NamedTuple):
@@ -105,11 +106,13 @@ def run_checks(
     checks = [(_name(function), function) for function in functions]
     outcomes = Outcomes([name for name, _ in checks], world_size)
     assert len(outcomes.values) == len(checks) > 0, "checks need distinct names"
-    method = "forkserver" if torch.cuda.is_available() else "fork"
+    context: Any = multiprocessing.get_context("forkserver" if torch.cuda.is_available() else "fork")
+    if context.get_start_method() == "forkserver":
+        context.set_forkserver_preload(["torch.distributed", _SLOW_IMPORT])
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         launch = _Launch(world_size, Path(folder), outcomes, timeout_s)
         try:
-            launch.start(multiprocessing.get_context(method), checks, args)
+            launch.start(context, checks, args)
             launch.watch()
         finally:
             launch.stop()
@@ -140,7 +143,7 @@ class _Launch:
                 # Python 3.12 warns of forking beside other threads; the ranks use none of them.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process.start()
-            theirs.close()  # before the next fork: a rank's end must be held by that rank only, or its death is silent
+            theirs.close()  # before the next fork: held by another rank too, it would hide this one's death
             self.processes.append(process)
             self.pipes[ours] = rank
 
@@ -265,6 +268,7 @@ def _attach(folder: Path, rank: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.stdout = sys.stderr = os.fdopen(log, "w", buffering=1)
+    faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2)
 
 

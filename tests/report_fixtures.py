@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,35 @@ import numpy as np
 from rlsp.config import Job, from_plain
 from rlsp.report import manifest as manifest_file
 from rlsp.report.consistency import RolloutFacts, float64_bits
+from rlsp.report.digests import RolloutDigests, table_digest
 from rlsp.report.recorder import Recorder
 
 RUN_ID = "20260102-030405-abcdef"
 STARTED_AT = "2026-01-02T03:04:05+00:00"
 ENDED_AT = "2026-01-02T03:05:05+00:00"
-SEQUENCES, LENGTH, ROLLOUTS = 8, 16, 3
+SEQUENCES, LENGTH, ROLLOUTS, VIRTUAL_TP = 8, 16, 3, 8
+LAYER = (
+    "input_layernorm",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+    "pre_mlp_layernorm",
+    "self_attention.k_layernorm",
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+    "self_attention.q_layernorm",
+)
+NAMES = (
+    *(f"decoder.layers.{layer}.{part}.weight" for layer in range(2) for part in LAYER),
+    "decoder.final_layernorm.weight",
+    "embedding.word_embeddings.weight",
+    "output_layer.weight",
+)
+OPTIMIZER_NAMES = tuple(f"{kind}/{name}" for kind in ("exp_avg", "exp_avg_sq", "master") for name in NAMES)
 
 Tensors = dict[str, np.ndarray]
 ChangeTensors = Callable[[int, Tensors], None]
 ChangeFacts = Callable[[int, dict[str, Any]], None]
+ChangeDigests = Callable[[int, dict[str, Any]], None]
 ChangeStartup = Callable[[dict[str, Any]], None]
 
 
@@ -69,7 +90,7 @@ def plain_config(**changes: Any) -> dict[str, Any]:
             "grad_lsb": 40,
             "threads": 1,
         },
-        "task": {"kind": "arithmetic", "max_operand": 9, "reward": 1.0},
+        "task": {"kind": "arithmetic", "max_operand": 9, "reward": 1.0, "response_limit": None},
         "device": {"kind": "cpu", "backend": "gloo"},
         "optimizer": {"kind": "adamw", "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.0},
         "tracker": {
@@ -125,9 +146,28 @@ def make_tensors(index: int) -> Tensors:
     }
 
 
+@cache
+def hashes(kind: str, version: int) -> Mapping[str, tuple[str, ...]]:
+    """Return a table of one hash a virtual shard, norm weights replicated; `kind` is what it stands for."""
+    names = OPTIMIZER_NAMES if kind == "optimizer" else NAMES
+    return {
+        name: tuple(
+            hashlib.sha256(f"{kind}/{version}/{name}/{shard}".encode()).hexdigest()[:32]
+            for shard in range(1 if "layernorm" in name else VIRTUAL_TP)
+        )
+        for name in names
+    }
+
+
+@cache
+def digest_of(kind: str, version: int) -> str:
+    """Return the digest of such a table."""
+    return table_digest(hashes(kind, version))
+
+
 def weights(version: int) -> str:
     """Return the digest of a version of the weights."""
-    return f"{version + 1:064x}"
+    return digest_of("weights", version)
 
 
 def make_facts(index: int, tensors: Mapping[str, np.ndarray], **changes: Any) -> dict[str, Any]:
@@ -142,7 +182,8 @@ def make_facts(index: int, tensors: Mapping[str, np.ndarray], **changes: Any) ->
         "weights_digest": weights(index + 1),
         "gradient_norm": norm,
         "gradient_norm_bits": float64_bits(norm),
-        "gradient_digest": f"{index:064x}",
+        "gradient_digest": digest_of("gradients", index),
+        "optimizer_digest": digest_of("optimizer", index),
         "gradient_norms": (norm,),
         "updates": 1,
         "learning_rate": 1e-3,
@@ -155,6 +196,41 @@ def make_facts(index: int, tensors: Mapping[str, np.ndarray], **changes: Any) ->
         "sources": {"rollout": "decode", "train": "forward"},
         **changes,
     }
+
+
+def make_digests(index: int, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the digests that belong to `facts` as keyword arguments of RolloutDigests, lists inside."""
+    held = next((v for v in range(index + 2) if weights(v) == facts["weights_digest"]), index + 1)
+    updates = [
+        {
+            "loss": 0.1 * index + number,
+            "loss_bits": float64_bits(0.1 * index + number),
+            "gradients": plain_table("gradients", index),
+            "gradient_norm": norm,
+            "gradient_norm_bits": float64_bits(norm),
+            "optimizer": plain_table("optimizer", index),
+            "weights": plain_table("weights", held),
+        }
+        for number, norm in enumerate(facts["gradient_norms"])
+    ]
+    return {"initial": plain_table("weights", 0) if index == 0 else None, "updates": updates}
+
+
+def plain_table(kind: str, version: int) -> dict[str, list[str]]:
+    """Return a table that may be changed."""
+    return {name: list(shards) for name, shards in hashes(kind, version).items()}
+
+
+def fit_facts(facts: dict[str, Any], digests: Mapping[str, Any]) -> None:
+    """Let the facts of a rollout say what its digests say, as the facts of a real run do."""
+    last = digests["updates"][-1]
+    set_gradient_norm(facts, *(update["gradient_norm"] for update in digests["updates"]))
+    facts.update(
+        updates=len(digests["updates"]),
+        gradient_digest=table_digest(last["gradients"]),
+        optimizer_digest=table_digest(last["optimizer"]),
+        weights_digest=table_digest(last["weights"]),
+    )
 
 
 def set_gradient_norm(facts: dict[str, Any], *norms: float) -> None:
@@ -191,6 +267,7 @@ def write_run(
     *,
     tensors: ChangeTensors = lambda index, tensors: None,
     facts: ChangeFacts = lambda index, facts: None,
+    digests: ChangeDigests = lambda index, digests: None,
     startup: ChangeStartup = lambda startup: None,
     rollouts: int = ROLLOUTS,
     aborted: str | None = None,
@@ -207,8 +284,10 @@ def write_run(
             said = make_facts(index, arrays)
             tensors(index, arrays)
             facts(index, said)
+            hashed = make_digests(index, said)
+            digests(index, hashed)
             metrics = {"reward/mean": float(arrays["rewards"].mean()), "train/loss": 0.1 * index}
-            recorder.rollout(index, arrays, RolloutFacts(**said), metrics)
+            recorder.rollout(index, arrays, RolloutFacts(**said), metrics, digests=RolloutDigests(**hashed))
     logs = run_dir / "logs"
     logs.mkdir()
     (logs / "rank-00.log").write_text("started\n")

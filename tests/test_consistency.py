@@ -10,9 +10,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_fixtures import make_facts, make_tensors, set_gradient_norm
+from report_fixtures import make_digests, make_facts, make_tensors, set_gradient_norm
 
-from rlsp.report.consistency import ConsistencyReport, RolloutFacts, RolloutRecord, TokenEvidence, measure, total
+from rlsp.report.consistency import (
+    ConsistencyReport,
+    RolloutFacts,
+    RolloutRecord,
+    TokenEvidence,
+    measure,
+    total,
+)
+from rlsp.report.digests import RolloutDigests
 from rlsp.report.files import EvidenceError, write_atomically
 from rlsp.report.metrics import METRICS
 from rlsp.report.recorder import Recorder
@@ -63,7 +71,9 @@ def test_statistics_are_those_of_their_definitions():
     weight = np.exp(d)
     assert evidence.kl_k1 == pytest.approx(np.mean(-d), rel=1e-12)
     assert evidence.kl_k3 == pytest.approx(np.mean(np.exp(d) - 1 - d), rel=1e-9)
-    assert evidence.ppl_ratio == pytest.approx(np.exp(np.mean(np.float64(rollout)) - np.mean(np.float64(train))))
+    assert evidence.ppl_ratio == pytest.approx(
+        np.exp(np.mean(np.float64(rollout)) - np.mean(np.float64(train)))
+    )
     assert evidence.ess == pytest.approx(weight.sum() ** 2 / (500 * (weight**2).sum()), rel=1e-12)
     assert evidence.mean_abs == math.fsum(np.abs(d)) / 500
     assert evidence.max_abs == np.max(np.abs(d))
@@ -257,12 +267,17 @@ def test_a_gradient_norm_must_be_its_bits():
         RolloutFacts(**{**said, "gradient_norms": (1.0, 2.0)})
 
 
-# The recorder ------------------------------------------------------------------------------------------------------
+# The recorder -----------------------------------------------------------------
 
 
 def write_one(recorder: Recorder, index: int, **metrics: float) -> RolloutRecord:
     tensors = make_tensors(index)
-    return recorder.rollout(index, tensors, RolloutFacts(**make_facts(index, tensors)), metrics)
+    said = make_facts(index, tensors)
+    return recorder.rollout(index, tensors, RolloutFacts(**said), metrics, digests=digests_for(index, said))
+
+
+def digests_for(index: int, said: dict[str, Any]) -> RolloutDigests:
+    return RolloutDigests(**make_digests(index, said))
 
 
 def test_consistency_json_has_the_keys_that_others_read(tmp_path):
@@ -270,10 +285,25 @@ def test_consistency_json_has_the_keys_that_others_read(tmp_path):
         write_one(recorder, 0)
         write_one(recorder, 1)
     report = strict_json((tmp_path / "consistency.json").read_bytes())
-    shared = {"active_tokens", "mismatched_tokens", "max_abs", "mean_abs", "max_ulp", "kl_k1", "kl_k3", "ppl_ratio"}
+    shared = {
+        "active_tokens",
+        "mismatched_tokens",
+        "max_abs",
+        "mean_abs",
+        "max_ulp",
+        "kl_k1",
+        "kl_k3",
+        "ppl_ratio",
+    }
     shared |= {"ess"}
     assert shared | {"final_weights_digest"} <= report["total"].keys()
-    own = {"gradient_norm", "gradient_norm_bits", "gradient_digest", "weights_digest", "weight_version_rollout"}
+    own = {
+        "gradient_norm",
+        "gradient_norm_bits",
+        "gradient_digest",
+        "weights_digest",
+        "weight_version_rollout",
+    }
     own |= {"weight_version_train", "routes"}
     assert len(report["rollouts"]) == 2
     assert all(shared | own <= entry.keys() for entry in report["rollouts"])
@@ -299,13 +329,13 @@ def test_an_unknown_metric_is_refused_before_anything_is_written(tmp_path):
 
 def test_malformed_tensors_are_refused_and_all_named(tmp_path):
     tensors = make_tensors(0)
-    facts = RolloutFacts(**make_facts(0, tensors))
+    said = make_facts(0, tensors)
     tensors["tokens"] = tensors["tokens"].astype(np.int32)
     tensors["rewards"] = tensors["rewards"][:-1]
     del tensors["lengths"]
     tensors["extra"] = np.zeros(1)
     with Recorder(tmp_path) as recorder, pytest.raises(EvidenceError) as refusal:
-        recorder.rollout(0, tensors, facts, {})
+        recorder.rollout(0, tensors, RolloutFacts(**said), {}, digests=digests_for(0, said))
     for name in ("tokens is int32", "rewards is", "lengths is missing", "extra is not a tensor"):
         assert name in str(refusal.value)
 
@@ -361,7 +391,9 @@ class FileSizeLimit:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 def test_a_full_disk_is_an_error_and_leaves_earlier_evidence_whole(tmp_path):
@@ -399,7 +431,7 @@ def test_infinite_gradients_survive_the_round_trip(tmp_path):
     said = make_facts(0, tensors)
     set_gradient_norm(said, math.inf)
     with Recorder(tmp_path) as recorder:
-        recorder.rollout(0, tensors, RolloutFacts(**said), {})
+        recorder.rollout(0, tensors, RolloutFacts(**said), {}, digests=digests_for(0, said))
     strict_json((tmp_path / "consistency.json").read_bytes())
     assert ConsistencyReport.read(tmp_path / "consistency.json").rollouts[0].gradient_norm == math.inf
 

@@ -1,4 +1,4 @@
-"""The detector's own tests: one fault planted in a run that passes, caught by the gate that owns it and no other."""
+"""The detector's own tests: a fault planted in a run that passes is caught by its gate and by no other."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from report_fixtures import (
     ENDED_AT,
     Tensors,
+    make_digests,
     make_facts,
     make_job,
     make_startup,
@@ -22,6 +23,7 @@ from report_fixtures import (
 
 from rlsp.report import manifest as manifest_file
 from rlsp.report.consistency import RolloutFacts
+from rlsp.report.digests import RolloutDigests
 from rlsp.report.gates import GATES, Verdict
 from rlsp.report.recorder import Recorder
 from rlsp.report.tensors import encode, rollout_path
@@ -38,7 +40,9 @@ def verdicts(judgement: Judgement) -> dict[str, Verdict]:
 def expect(run_dir: Path, expected: dict[str, Verdict], *reasons: str) -> Judgement:
     """Judge a run: exactly the expected gates do not pass, and the reasons say what they must."""
     judgement = judge(run_dir)
-    assert {name: v for name, v in verdicts(judgement).items() if v is not PASS} == expected, judgement.reasons
+    assert {name: v for name, v in verdicts(judgement).items() if v is not PASS} == expected, (
+        judgement.reasons
+    )
     assert judgement.verdict is (FAIL if FAIL in expected.values() else INCONCLUSIVE)
     for reason in reasons:
         assert any(reason in said for said in judgement.reasons), (reason, judgement.reasons)
@@ -66,7 +70,7 @@ def test_the_clean_run_passes_every_gate(tmp_path):
     assert judgement.exit_status == 0
 
 
-# Bits --------------------------------------------------------------------------------------------------------------
+# Bits -------------------------------------------------------------------------
 
 
 def test_a_flipped_ulp_fails_the_bits_gate_and_is_located(tmp_path):
@@ -77,8 +81,9 @@ def test_a_flipped_ulp_fails_the_bits_gate_and_is_located(tmp_path):
     tensors = make_tensors(HIT)
     sample, position = first_active(tensors)
     bits = int(tensors["rollout_logprob"].view(np.uint32)[sample, position])
-    where = f"bits: rollout {HIT}, sample {sample}, token {position}: rollout 0x{bits:08x}, training 0x{bits ^ 1:08x}"
-    expect(run_dir, {"bits": FAIL}, where, "1 of ", "at most 1 ulp")
+    where = f"bits: rollout {HIT}, sample {sample}, token {position}: "
+    values = f"rollout 0x{bits:08x}, training 0x{bits ^ 1:08x}: 1 of "
+    expect(run_dir, {"bits": FAIL}, where + values, "at most 1 ulp")
 
 
 def test_a_negative_zero_fails_the_bits_gate(tmp_path):
@@ -118,8 +123,8 @@ def test_a_roll_by_one_fails_the_bits_gate_as_an_alignment_fault(tmp_path, shift
         tensors["rollout_logprob"] = np.where(tensors["active_mask"], rolled, 0).astype(np.float32)
 
     run_dir = write_run(tmp_path / "run", tensors=in_rollout(roll))
-    said = f"an alignment fault, not a kernel's: the rollout's values fit training's when read {shift:+d} position"
-    expect(run_dir, {"bits": FAIL}, said)
+    fault, shifted = "an alignment fault, not a kernel's", f"fit training's when read {shift:+d} position"
+    expect(run_dir, {"bits": FAIL}, fault, shifted)
 
 
 def test_a_slow_drift_names_the_first_failing_rollout(tmp_path):
@@ -139,7 +144,7 @@ def test_an_arg_max_log_probability_in_place_of_the_sampled_one_is_caught(tmp_pa
     expect(write_run(tmp_path / "run", tensors=in_rollout(plant)), {"bits": FAIL}, "0xbc23d70a")
 
 
-# Rows --------------------------------------------------------------------------------------------------------------
+# Rows -------------------------------------------------------------------------
 
 
 def test_a_swapped_pair_of_unsampled_logits_fails_the_rows_gate_only(tmp_path):
@@ -155,7 +160,12 @@ def test_a_swapped_pair_of_unsampled_logits_fails_the_rows_gate_only(tmp_path):
 
     run_dir = write_run(tmp_path / "run", tensors=in_rollout(swap))
     sample, position = first_active(make_tensors(HIT))
-    expect(run_dir, {"rows": FAIL}, f"rows: rollout {HIT}, sample {sample}, token {position}", "row digests of 1 of")
+    expect(
+        run_dir,
+        {"rows": FAIL},
+        f"rows: rollout {HIT}, sample {sample}, token {position}",
+        "row digests of 1 of",
+    )
 
 
 def test_rows_that_nobody_hashed_are_inconclusive(tmp_path):
@@ -165,7 +175,7 @@ def test_rows_that_nobody_hashed_are_inconclusive(tmp_path):
     expect(write_run(tmp_path / "run", tensors=in_rollout(plant)), {"rows": INCONCLUSIVE}, "no row digest")
 
 
-# Coverage ----------------------------------------------------------------------------------------------------------
+# Coverage ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lost", [(0,), (1,)])
@@ -211,7 +221,7 @@ def test_a_tensor_file_without_the_rollouts_side_is_inconclusive(tmp_path):
     expect(run_dir, expected, "rollout_logprob was never recorded")
 
 
-# Non-vacuous -------------------------------------------------------------------------------------------------------
+# Non-vacuous ------------------------------------------------------------------
 
 
 def test_a_constant_reward_without_gradient_is_inconclusive(tmp_path):
@@ -240,7 +250,9 @@ def test_a_gradient_that_is_not_finite_fails(tmp_path, norm):
 
 def unchanged_weights(learning_rate: float) -> Callable[[int, dict[str, Any]], None]:
     def plant(index: int, facts: dict[str, Any]) -> None:
-        same = dict.fromkeys(("rollout_weights_digest", "trainer_weights_digest", "weights_digest"), weights(0))
+        same = dict.fromkeys(
+            ("rollout_weights_digest", "trainer_weights_digest", "weights_digest"), weights(0)
+        )
         facts.update(same, learning_rate=learning_rate)
 
     return plant
@@ -257,7 +269,9 @@ def test_weights_need_not_change_with_a_learning_rate_of_zero(tmp_path):
 
 
 def test_one_computation_on_both_sides_is_refused_as_vacuous(tmp_path):
-    run_dir = write_run(tmp_path / "run", facts=facts_in_rollout(sources={"rollout": "forward", "train": "forward"}))
+    run_dir = write_run(
+        tmp_path / "run", facts=facts_in_rollout(sources={"rollout": "forward", "train": "forward"})
+    )
     expect(run_dir, {"non_vacuous": INCONCLUSIVE}, "vacuous, both sides come from one computation (forward)")
 
 
@@ -268,16 +282,30 @@ def test_sides_of_unknown_origin_are_inconclusive(tmp_path):
 
 def test_a_rollout_without_active_tokens_is_inconclusive(tmp_path):
     def mask_all(tensors: Tensors) -> None:
-        for name in ("active_mask", "rollout_logprob", "train_logprob", "rollout_row_digest", "train_row_digest"):
+        for name in (
+            "active_mask",
+            "rollout_logprob",
+            "train_logprob",
+            "rollout_row_digest",
+            "train_row_digest",
+        ):
             tensors[name][:] = 0
 
-    run_dir = write_run(tmp_path / "run", tensors=in_rollout(mask_all), facts=facts_in_rollout(cp_tokens=(0, 0)))
+    run_dir = write_run(
+        tmp_path / "run", tensors=in_rollout(mask_all), facts=facts_in_rollout(cp_tokens=(0, 0))
+    )
     expect(run_dir, {"non_vacuous": INCONCLUSIVE}, f"rollout {HIT}: no active token")
 
 
 def test_a_run_without_any_active_token_compares_nothing(tmp_path):
     def mask_all(index: int, tensors: Tensors) -> None:
-        for name in ("active_mask", "rollout_logprob", "train_logprob", "rollout_row_digest", "train_row_digest"):
+        for name in (
+            "active_mask",
+            "rollout_logprob",
+            "train_logprob",
+            "rollout_row_digest",
+            "train_row_digest",
+        ):
             tensors[name][:] = 0
 
     def no_tokens(index: int, facts: dict[str, Any]) -> None:
@@ -289,7 +317,7 @@ def test_a_run_without_any_active_token_compares_nothing(tmp_path):
     assert "NaN" not in (run_dir / "consistency.json").read_text()
 
 
-# Version -----------------------------------------------------------------------------------------------------------
+# Version ----------------------------------------------------------------------
 
 
 def test_a_stale_weight_version_fails(tmp_path):
@@ -308,17 +336,21 @@ def test_a_dispatch_that_lags_one_update_behind_fails_although_both_sides_agree(
 
 
 def test_a_first_rollout_with_other_than_the_initial_weights_fails(tmp_path):
-    def plant(startup: dict[str, Any]) -> None:
-        startup["initial_weights_digest"] = "9" * 64
+    def plant(index: int, facts: dict[str, Any]) -> None:
+        if index == 0:
+            facts.update(rollout_weights_digest=weights(9), trainer_weights_digest=weights(9))
 
-    expect(write_run(tmp_path / "run", startup=plant), {"version": FAIL}, "but the run began with 999")
+    run_dir = write_run(tmp_path / "run", facts=plant)
+    expect(run_dir, {"version": FAIL}, f"{weights(9)} at dispatch, but the run began with {weights(0)}")
 
 
-# Routes ------------------------------------------------------------------------------------------------------------
+# Routes -----------------------------------------------------------------------
 
 
 def test_a_declared_operator_that_never_ran_fails(tmp_path):
-    run_dir = write_run(tmp_path / "run", facts=facts_in_rollout(routes={"rollout.attention": {"strict": 40}}))
+    run_dir = write_run(
+        tmp_path / "run", facts=facts_in_rollout(routes={"rollout.attention": {"strict": 40}})
+    )
     expect(run_dir, {"routes": FAIL}, "train.attention never ran by its declared route strict")
 
 
@@ -329,7 +361,11 @@ def test_a_fallback_fails(tmp_path):
 
 
 def test_an_operator_that_nobody_declared_fails(tmp_path):
-    routes = {"train.attention": {"strict": 12}, "rollout.attention": {"strict": 40}, "train.norm": {"native": 3}}
+    routes = {
+        "train.attention": {"strict": 12},
+        "rollout.attention": {"strict": 40},
+        "train.norm": {"native": 3},
+    }
     run_dir = write_run(tmp_path / "run", facts=facts_in_rollout(routes=routes))
     expect(run_dir, {"routes": FAIL}, "train.norm ran without a declared route")
 
@@ -339,7 +375,7 @@ def test_without_declared_routes_the_routes_gate_is_inconclusive(tmp_path):
     expect(run_dir, {"routes": INCONCLUSIVE}, "no route was declared")
 
 
-# Agreement ---------------------------------------------------------------------------------------------------------
+# Agreement --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -371,7 +407,7 @@ def test_ranks_that_drift_apart_at_a_step_fail(tmp_path):
     expect(run_dir, {"agreement": FAIL}, f"rollout {HIT}: the ranks disagreed")
 
 
-# Counts and evidence -----------------------------------------------------------------------------------------------
+# Counts and evidence ----------------------------------------------------------
 
 
 def test_a_missing_rollout_file_fails_counts(tmp_path):
@@ -382,7 +418,8 @@ def test_a_missing_rollout_file_fails_counts(tmp_path):
 
 def test_a_run_that_stopped_early_fails_counts(tmp_path):
     run_dir = write_run(tmp_path / "run", rollouts=2)
-    expect(run_dir, {"counts": FAIL}, "no entry in consistency.json for rollout 2", "no row in metrics.jsonl")
+    lost = [f"no {what} for rollout 2" for what in ("tensor file", "digest file", "entry in consistency.json")]
+    expect(run_dir, {"counts": FAIL}, *lost, "and 1 more")
 
 
 def test_a_missing_update_fails_counts(tmp_path):
@@ -441,7 +478,9 @@ def test_without_startup_facts_agreement_is_inconclusive(tmp_path):
     with Recorder(run_dir) as recorder:
         for index in range(3):
             tensors = make_tensors(index)
-            recorder.rollout(index, tensors, RolloutFacts(**make_facts(index, tensors)), {})
+            said = make_facts(index, tensors)
+            digests = RolloutDigests(**make_digests(index, said))
+            recorder.rollout(index, tensors, RolloutFacts(**said), {}, digests=digests)
     manifest_file.finish(run_dir, ENDED_AT, manifest_file.Status.FINISHED)
     expect(run_dir, {"agreement": INCONCLUSIVE}, "no start-up facts")
     # The witness: with them the same run passes.
@@ -449,12 +488,14 @@ def test_without_startup_facts_agreement_is_inconclusive(tmp_path):
     assert judge(run_dir).verdict is PASS
 
 
-# Together ----------------------------------------------------------------------------------------------------------
+# Together ---------------------------------------------------------------------
 
 
 def test_fail_outweighs_inconclusive(tmp_path):
     changes = facts_in_rollout(sources={}, weight_version_rollout=0)
-    judgement = expect(write_run(tmp_path / "run", facts=changes), {"non_vacuous": INCONCLUSIVE, "version": FAIL})
+    judgement = expect(
+        write_run(tmp_path / "run", facts=changes), {"non_vacuous": INCONCLUSIVE, "version": FAIL}
+    )
     assert (judgement.verdict, judgement.exit_status) == (FAIL, 3)
 
 
@@ -475,7 +516,16 @@ def test_native_routes_report_their_mismatches_and_do_not_judge_them(tmp_path):
 
 def test_every_gate_of_the_design_stands_in_the_list():
     names = [gate.__name__ for gate in GATES]
-    assert names[1:] == ["coverage", "bits", "rows", "non_vacuous", "version", "routes", "agreement", "counts"]
+    assert names[1:] == [
+        "coverage",
+        "bits",
+        "rows",
+        "non_vacuous",
+        "version",
+        "routes",
+        "agreement",
+        "counts",
+    ]
 
 
 def test_a_planted_fault_is_sealed_and_verified_as_such(tmp_path):

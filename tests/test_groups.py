@@ -36,7 +36,9 @@ def every_group_reaches_its_own_ranks(rank: int, n: int) -> list[tuple[object, .
             assert group.ledger is mesh.ledger is ledger
         handles = {group.ranks: group.handle for group in groups(mesh)}
         assert all(group.handle is handles[group.ranks] for group in groups(mesh))  # the same ranks share one
-        for group in groups(mesh):
+        assert {group.ranks for group in mesh.groups} == {ranks for ranks in handles if len(ranks) > 1}
+        assert len(mesh.groups) == len({group.ranks for group in mesh.groups})
+        for group in mesh.groups:
             collectives.check_agreement(group)
         rows.append(tuple(None if group is None else group.ranks for group in (mesh.token, mesh.rollout_tp)))
     return rows
@@ -90,6 +92,7 @@ def test_one_rank_needs_no_process_group() -> None:
     assert collectives.all_reduce(x, mesh.world).tolist() == x.tolist()
     collectives.check_agreement(mesh.world)
     assert mesh.ledger.bytes.total() == 0
+    assert mesh.groups == ()
 
 
 def test_more_ranks_without_an_initialised_backend_are_refused() -> None:

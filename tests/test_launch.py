@@ -6,120 +6,25 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launch_owner import RUN_ID, MakeJob, Owner, job_of_two_ranks, processes_of, run, started
 
-from rlsp.board import Board, Slot
-from rlsp.config import Config, Job
-from rlsp.determinism import rank_environment
-from rlsp.host import SilenceWatch, process_state
-from rlsp.launch import execute, job_path
-from rlsp.worker import board_path, error_path, log_path
-from rlsp.worker import main as worker_main
+from rlsp.board import Board
+from rlsp.config import Config
+from rlsp.launch import execute
+from rlsp.report.verdict import verify
+from rlsp.worker import RUN_RANK, board_path, error_path, log_path
 
-HERE = Path(__file__).resolve().parent
 STOP_LIMIT_S = 10.0
-RUN_ID = "20260101-000000-abcdef"
-
-MakeJob = Callable[..., Job]
 
 
 @pytest.fixture
 def make_job(compose: Callable[..., Config], tmp_path: Path) -> MakeJob:
-    """Compose a job of two ranks in a fresh folder."""
-
-    def made(*overrides: str) -> Job:
-        config = compose("tracker=none", "parallel=cp1_tp2_sp2", "launch.grace_s=2.0", *overrides)
-        return Job(config, RUN_ID, str(tmp_path / RUN_ID), overrides, ("rlsp", *overrides), "2026-01-01T00:00:00.000+00:00")
-
-    return made
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How an owner ended: exit status, what it printed, its verdict, and how long it took, in seconds."""
-
-    status: int
-    output: str
-    verdict: Mapping[str, object]
-    seconds: float
-
-    @property
-    def reason(self) -> str:
-        return str(self.verdict["aborted"])
-
-
-class Owner:
-    """A process that executes a job, as the console script does."""
-
-    def __init__(self, job: Job, entry: str) -> None:
-        self.job = job
-        Path(job.run_dir).mkdir(parents=True, exist_ok=True)
-        job_path(job).parent.mkdir(exist_ok=True)
-        job_path(job).write_text(job.to_json())
-        code = (
-            "import sys; from pathlib import Path; from rlsp.config import Job; from rlsp.launch import execute\n"
-            "try: status = execute(Job.from_json(Path(sys.argv[1]).read_text()), sys.argv[2])\n"
-            "except KeyboardInterrupt as stop: print(stop); status = 1\n"
-            "assert 'torch' not in sys.modules, 'the owner imported torch'\n"
-            "sys.exit(status)"
-        )
-        self.started_s = time.monotonic()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, str(job_path(job)), f"launch_entries:{entry}"],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def await_files(self, *names: str) -> None:
-        """Wait until the ranks have made files in the run folder."""
-        while not all((Path(self.job.run_dir) / name).exists() for name in names):
-            assert self.process.poll() is None, self.process.stdout.read()
-            time.sleep(0.05)
-
-    def end(self) -> Ended:
-        """Wait for the end; seconds count from the last `mark`, or the start."""
-        output, _ = self.process.communicate(timeout=60)
-        seconds = time.monotonic() - self.started_s
-        path = Path(self.job.run_dir) / "VERDICT.json"
-        return Ended(self.process.returncode, output, json.loads(path.read_text()) if path.exists() else {}, seconds)
-
-    def mark(self) -> None:
-        """Count seconds from here."""
-        self.started_s = time.monotonic()
-
-
-def environment() -> dict[str, str]:
-    """Return an environment in which rlsp and the entries of the tests can be imported."""
-    return {**rank_environment(1), "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
-
-
-def processes_of(job: Job) -> list[int]:
-    """Find living processes whose command line names the job's folder; forked ranks bear their host's."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and int(folder.name) != os.getpid():
-            try:
-                line = (folder / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if job.run_dir.encode() in line:
-                found.append(int(folder.name))
-    return found
-
-
-def run(job: Job, entry: str) -> Ended:
-    ended = Owner(job, entry).end()
-    assert processes_of(job) == []
-    return ended
+    return lambda *overrides: job_of_two_ranks(compose, tmp_path / RUN_ID, *overrides)
 
 
 def test_a_run_whose_ranks_finish_is_judged_and_not_aborted(make_job: MakeJob) -> None:
@@ -158,7 +63,9 @@ def test_an_exception_on_one_rank_ends_all_and_names_rank_place_and_message(make
     assert (error["rank"], error["phase"], error["exception"]) == (1, "rollout 3: scoring", "ValueError")
     assert "raise ValueError" in error["traceback"]
     assert "raise ValueError" in log_path(job.run_dir, 1).read_text()
-    assert "time.sleep(60)" in _source_lines(log_path(job.run_dir, 0)), "the stopped rank's stack is in its log"
+    assert "time.sleep(60)" in _source_lines(log_path(job.run_dir, 0)), (
+        "the stopped rank's stack is in its log"
+    )
 
 
 def test_rows_that_were_written_before_a_failure_are_shown_and_kept(make_job: MakeJob) -> None:
@@ -181,25 +88,55 @@ def test_ranks_that_ignore_sigterm_are_killed_after_the_grace(make_job: MakeJob)
     ended = run(make_job(), "ignore_sigterm")
     assert ended.status == 1
     assert ended.seconds < STOP_LIMIT_S
-    assert ended.reason.startswith("rank 1 killed by SIGKILL")
+    assert ended.reason.startswith("rank 1 was killed by SIGKILL")
 
 
 def test_a_rank_killed_in_a_collective_ends_all_and_its_peers_are_not_blamed(make_job: MakeJob) -> None:
     job = make_job()
     owner = Owner(job, "kill_in_collective")
-    while not (board_path(job.run_dir).exists() and Board.open(board_path(job.run_dir)).slot(1).sequence >= 0):
+    while not (
+        board_path(job.run_dir).exists() and Board.open(board_path(job.run_dir)).slot(1).sequence >= 0
+    ):
         time.sleep(0.05)
     owner.mark()
     ended = owner.end()
     assert processes_of(job) == []
     assert ended.status == 1
     assert ended.seconds < STOP_LIMIT_S
-    pattern = r"rank 1 killed by SIGKILL \(at: rollout 0: generating; collective (\d+) world\(0..1\)#\1 gather float32"
+    place = r"rollout 0: generating; collective (\d+) world\(0\.\.1\)#\1 gather float32"
+    pattern = rf"rank 1 was killed by SIGKILL \(at: {place}"
     assert re.match(pattern, ended.reason), ended.reason
     assert ended.verdict["verdict"] == "ABORTED"
 
 
-def test_a_collective_that_takes_too_long_names_the_rank_that_asks_for_something_else(make_job: MakeJob) -> None:
+@pytest.mark.parametrize("phase", ["rollout 1: generating", "rollout 0: update 0, forward and backward"])
+def test_a_rank_killed_in_a_real_run_leaves_the_evidence_so_far_intact(make_job: MakeJob, phase: str) -> None:
+    job = make_job("num_rollouts=9", "tracker=offline")
+    owner = Owner(job, RUN_RANK)
+    pid = None
+    while pid is None:
+        time.sleep(0.02)
+        if board_path(job.run_dir).exists() and Board.open(board_path(job.run_dir)).slot(1).phase == phase:
+            pid = max(processes_of(job), key=started)  # the rank that was forked last
+    owner.mark()
+    os.kill(pid, signal.SIGKILL)
+    ended = owner.end()
+    assert processes_of(job) == []
+    assert ended.status == 1
+    assert ended.seconds < STOP_LIMIT_S
+    assert ended.reason.startswith(f"rank 1 was killed by SIGKILL (at: {phase}; collective ")
+    assert ended.verdict["verdict"] == "ABORTED"
+    verification = verify(job.run_dir)
+    assert verification.damage == ()
+    complete = 1 if phase.startswith("rollout 1") else 0
+    assert len(list(Path(job.run_dir).glob("rollouts/*.safetensors"))) == complete
+    assert ended.output.count("tokens mismatched") == complete
+    assert ended.output.count(" 0 mismatched; 0 rows") == complete
+
+
+def test_a_collective_that_takes_too_long_names_the_rank_that_asks_for_something_else(
+    make_job: MakeJob,
+) -> None:
     job = make_job("launch.timeout_s=1.0")
     ended = run(job, "ask_for_different_things")
     assert ended.status == 1
@@ -214,8 +151,8 @@ def test_a_collective_that_takes_too_long_names_the_rank_that_did_not_arrive(mak
     job = make_job("launch.timeout_s=1.0")
     ended = run(job, "stay_away")
     assert ended.status == 1
-    assert ended.reason.startswith("rank 0 failed: ")
-    assert "rank 1 did not arrive (at: rollout 0: scoring; collective 2" in ended.reason
+    assert ended.reason.startswith("rank 1 did not arrive (at: rollout 0: scoring; collective 2")
+    assert "; rank 0 failed: " in ended.reason
 
 
 def test_a_stopped_rank_is_found_although_nobody_waits_for_it_in_a_collective(make_job: MakeJob) -> None:
@@ -267,7 +204,10 @@ def test_a_killed_host_takes_its_ranks_along_and_is_named(make_job: MakeJob) -> 
     job = make_job()
     owner = Owner(job, "wait_for_the_end")
     owner.await_files("up-0", "up-1")
-    parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in processes_of(job)}
+    parents = {
+        pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        for pid in processes_of(job)
+    }
     host = next(pid for pid, parent in parents.items() if parent == owner.process.pid)
     owner.mark()
     os.kill(host, signal.SIGKILL)

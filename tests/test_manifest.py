@@ -43,11 +43,19 @@ def test_the_manifest_stands_before_anything_else_of_the_run(tmp_path):
 def test_the_layout_table_places_every_rank(tmp_path):
     begin(make_job(tmp_path), {})
     said = stored(tmp_path)
-    assert {axis: said["layout"][axis] for axis in ("dp", "cp", "tp", "sp")} == {"dp": 1, "cp": 2, "tp": 2, "sp": 2}
+    assert {axis: said["layout"][axis] for axis in ("dp", "cp", "tp", "sp")} == {
+        "dp": 1,
+        "cp": 2,
+        "tp": 2,
+        "sp": 2,
+    }
     assert said["layout"]["table"][3] == {"rank": 3, "dp": 0, "cp": 1, "tp": 1, "sp": 1}
     engines = said["rollout_layout"]
     assert (engines["tp"], engines["engines"]) == (1, 3)
-    assert engines["table"][2:] == [{"rank": 2, "engine": 2, "tp": 0}, {"rank": 3, "engine": None, "tp": None}]
+    assert engines["table"][2:] == [
+        {"rank": 2, "engine": 2, "tp": 0},
+        {"rank": 3, "engine": None, "tp": None},
+    ]
 
 
 def test_the_manifest_names_no_host_and_no_user(tmp_path):
@@ -104,7 +112,9 @@ def test_an_aborted_run_says_why(tmp_path):
     assert (stored(tmp_path)["status"], stored(tmp_path)["aborted"]) == ("aborted", "rank 3 died")
 
 
-@pytest.mark.parametrize(("status", "why"), [(Status.RUNNING, None), (Status.FINISHED, "x"), (Status.ABORTED, None)])
+@pytest.mark.parametrize(
+    ("status", "why"), [(Status.RUNNING, None), (Status.FINISHED, "x"), (Status.ABORTED, None)]
+)
 def test_an_end_that_contradicts_itself_is_refused(tmp_path, status, why):
     begin(make_job(tmp_path), {})
     with pytest.raises(ValueError, match="a run cannot end as"):
@@ -113,7 +123,7 @@ def test_an_end_that_contradicts_itself_is_refused(tmp_path, status, why):
 
 def test_an_unknown_key_or_a_missing_file_is_an_error_that_names_it(tmp_path):
     with pytest.raises(EvidenceError, match=r"manifest\.json cannot be read"):
-        add_startup(tmp_path, {})
+        finish(tmp_path, ENDED_AT, Status.FINISHED)
     begin(make_job(tmp_path), {})
     path = tmp_path / "manifest.json"
     path.write_text(path.read_text().replace('"run_id"', '"run_ix"', 1))
@@ -121,12 +131,14 @@ def test_an_unknown_key_or_a_missing_file_is_an_error_that_names_it(tmp_path):
         Manifest.read(path)
 
 
-# Code revision -----------------------------------------------------------------------------------------------------
+# Code revision ----------------------------------------------------------------
 
 
 def git(folder: Path, *arguments: str) -> str:
     identity = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
-    done = subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 

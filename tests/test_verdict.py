@@ -47,7 +47,7 @@ def run_main(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
     return status, captured.out, captured.err
 
 
-# Sealing -----------------------------------------------------------------------------------------------------------
+# Sealing ----------------------------------------------------------------------
 
 
 def test_the_verdict_seals_every_file_but_logs_and_wandb(sealed):
@@ -57,6 +57,7 @@ def test_the_verdict_seals_every_file_but_logs_and_wandb(sealed):
     assert document["run_id"] == RUN_ID
     expected = {".hydra/config.yaml", "consistency.json", "manifest.json", "metrics.jsonl"}
     expected |= {f"rollouts/0000{index}.safetensors" for index in range(3)}
+    expected |= {f"digests/0000{index}.json" for index in range(3)}
     assert set(document["artifacts"]) == expected
     assert all(sha256_file(sealed / path) == digest for path, digest in document["artifacts"].items())
 
@@ -86,7 +87,7 @@ def test_what_a_killed_writer_left_is_no_evidence(tmp_path):
     assert not [path for path in run_dir.rglob("*.partial")]
 
 
-# Damage ------------------------------------------------------------------------------------------------------------
+# Damage -----------------------------------------------------------------------
 
 
 def test_a_flipped_bit_is_noticed_in_every_file(sealed):
@@ -187,14 +188,14 @@ def test_a_pickle_is_never_loaded(sealed):
 
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
-            return (sys.exit, ("loaded a pickle",))
+            return (exec, ("raise AssertionError('loaded a pickle')",))
 
     for path in ("rollouts/00000.safetensors", "manifest.json", "consistency.json", "VERDICT.json"):
         (sealed / path).write_bytes(pickle.dumps(Evil()))
     assert verify(sealed).exit_status == 3
 
 
-# Aborted runs ------------------------------------------------------------------------------------------------------
+# Aborted runs -----------------------------------------------------------------
 
 
 def test_an_aborted_run_says_so_first_and_keeps_its_evidence(tmp_path):
@@ -230,13 +231,23 @@ def test_damage_to_an_aborted_run_is_damage(tmp_path):
     assert verify(run_dir).exit_status == 3
 
 
-# The command -------------------------------------------------------------------------------------------------------
+# The command ------------------------------------------------------------------
 
 
 def test_the_command_exits_0_and_shows_every_gate(sealed, capsys):
     status, out, err = run_main(capsys, str(sealed))
     assert (status, err) == (0, "")
-    for name in ("evidence", "coverage", "bits", "rows", "non_vacuous", "version", "routes", "agreement", "counts"):
+    for name in (
+        "evidence",
+        "coverage",
+        "bits",
+        "rows",
+        "non_vacuous",
+        "version",
+        "routes",
+        "agreement",
+        "counts",
+    ):
         assert name in out
     assert out.rstrip().endswith(f"{RUN_ID}: PASS")
 
@@ -277,7 +288,11 @@ def test_the_command_exits_1_for_an_aborted_run(tmp_path, capsys):
 
 
 def test_the_command_exits_2_where_there_is_no_run(tmp_path, capsys):
-    assert run_main(capsys, str(tmp_path / "nowhere")) == (2, "", f"rlsp-verify: {tmp_path}/nowhere is no folder\n")
+    assert run_main(capsys, str(tmp_path / "nowhere")) == (
+        2,
+        "",
+        f"rlsp-verify: {tmp_path}/nowhere is no folder\n",
+    )
     assert run_main(capsys, str(tmp_path))[2].endswith("is no run folder\n")
     with pytest.raises(SystemExit) as usage:
         main([])
@@ -287,7 +302,9 @@ def test_the_command_exits_2_where_there_is_no_run(tmp_path, capsys):
 def test_the_command_needs_neither_torch_nor_wandb(sealed):
     code = (
         "import sys; from rlsp.cli.verify import main; status = main(sys.argv[1:]);"
-        "print([name for name in ('torch', 'wandb', 'megatron', 'hydra') if name in sys.modules]); sys.exit(status)"
+        "print([name for name in ('torch', 'wandb', 'hydra') if name in sys.modules]); sys.exit(status)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(sealed)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(sealed)], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[]"), done.stderr

@@ -1,7 +1,7 @@
 """The `rlsp` command: compose and check first, then run one job or a sweep of them.
 
 Exit status: 0 passed, 1 crashed or aborted, 2 refused before starting, 3 a gate failed, 4 inconclusive;
-after a sweep the worst of its jobs' in the order 1, 2, 3, 4, 0.
+after a sweep the worst of its jobs' in the order 1, 2, 3, 4, 0, and 3 where jobs that must agree do not.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> int:
     process_id.cache_clear()
     try:
         _refuse_under_torchrun()
-        if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
+        if args.help or args.hydra_help or args.cfg or args.resolve or args.info or args.shell_completion:
             return _inform()
         if args.experimental_rerun is not None:
             raise RefusalError(
@@ -64,9 +64,9 @@ def main() -> int:
 
 
 def worst(statuses: Iterable[int]) -> int:
-    """Return the status that stands for several: the first of 1, 2, 3, 4, 0 among them."""
-    seen = set(statuses)
-    return next((status for status in _WORST_FIRST if status in seen), CRASHED if seen else PASSED)
+    """Return the status that stands for several: the first of 1, 2, 3, 4, 0 among them; others count as 1."""
+    seen = {status if status in _WORST_FIRST else CRASHED for status in statuses}
+    return next((status for status in _WORST_FIRST if status in seen), PASSED)
 
 
 def execute_job(cfg: DictConfig) -> int:
@@ -143,7 +143,13 @@ def _sweep(composer: Composer, args: Namespace) -> int:
         raise RefusalError([f"sweep folder {sweep_dir}: cannot be written: {error.strerror}"]) from error
     finally:
         _remove_idle_sweep(sweep_dir, absent)
-    return worst(int(job.return_value) for batch in batches for job in batch)
+    jobs = [job for batch in batches for job in batch]
+    statuses = [int(job.return_value) for job in jobs]
+    if sweep_dir.is_dir():
+        from rlsp.cli.sweep import conclude
+
+        statuses += conclude(sweep_dir, jobs)
+    return worst(statuses)
 
 
 def _is_sweep(composer: Composer, args: Namespace) -> bool:

@@ -2,8 +2,8 @@
 
 Moves are exact for every dtype. Sums of floats are rounded in one order, the balanced binary tree over the
 group's indices (`numerics.tree`), whatever the message size, backend or dimension. Results never alias inputs
-and inputs are never modified. Every call is numbered and signed (`groups.Ledger`); ranks that disagree are told
-so on every rank.
+and inputs are never modified. Every call is numbered and signed (`groups.Ledger`); ranks that disagree are
+told so on every rank.
 """
 
 from __future__ import annotations

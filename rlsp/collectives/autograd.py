@@ -1,14 +1,15 @@
 """Collectives with their gradients: each forward is paired with the move or sum that is its transpose.
 
-A gradient that must be summed is raised to float32 (float64 stays), summed in the tree and rounded once, to the
-dtype it came in. It is one addend a rank: where a rank's gradient is itself a partial sum that was rounded below
-float32, the layout is already in its bits, and the caller reduces in float32 with the functions of `sums` instead.
+A gradient that must be summed is raised to float32 (float64 stays), summed in the tree and rounded once, to
+the dtype it came in. It is one addend a rank: where a rank's gradient is itself a partial sum that was
+rounded below float32, the layout is already in its bits, and the caller reduces in float32 with the functions
+of `sums` instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,30 +22,37 @@ from rlsp.groups import Group
 
 def gather_rs(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     """Gather along `dim`; the gradient is reduce-scattered: every rank used the whole in its own way."""
-    return cast("Tensor", _GatherReduceScatter.apply(x, group, dim))
+    return _GatherReduceScatter.on(x, group, dim)
 
 
 def reduce_scatter_g(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     """Reduce-scatter float32 or float64 along `dim`; the gradient is gathered."""
-    return cast("Tensor", _ReduceScatterGather.apply(x, group, dim))
+    return _ReduceScatterGather.on(x, group, dim)
 
 
 def copy_ar(x: Tensor, group: Group) -> Tensor:
-    """Hand on a tensor that every rank holds; the gradient is all-reduced: each rank used it in its own way."""
-    return cast("Tensor", _CopyAllReduce.apply(x, group))
+    """Hand on a tensor that every rank holds; its gradient is all-reduced: each used it in its own way."""
+    return _CopyAllReduce.on(x, group)
 
 
 def all_reduce_copy(x: Tensor, group: Group) -> Tensor:
     """All-reduce float32 or float64; the gradient is handed on: all ranks use the sum in the same way."""
-    return cast("Tensor", _AllReduceCopy.apply(x, group))
+    return _AllReduceCopy.on(x, group)
 
 
 def slice_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     """Take this rank's slice along `dim` of a tensor that every rank holds; the gradient is gathered."""
-    return cast("Tensor", _SliceGather.apply(x, group, dim))
+    return _SliceGather.on(x, group, dim)
 
 
-class _GatherReduceScatter(Function):
+class _Pair(Function):
+    @classmethod
+    def on(cls, *args: Any) -> Tensor:
+        apply: Callable[..., Tensor] = cls.apply
+        return apply(*args)
+
+
+class _GatherReduceScatter(_Pair):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -55,7 +63,7 @@ class _GatherReduceScatter(Function):
         return _summed(grads[0], lambda wide: reduce_scatter(wide, ctx.group, ctx.dim)), None, None
 
 
-class _ReduceScatterGather(Function):
+class _ReduceScatterGather(_Pair):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -66,7 +74,7 @@ class _ReduceScatterGather(Function):
         return gather(grads[0], ctx.group, ctx.dim), None, None
 
 
-class _CopyAllReduce(Function):
+class _CopyAllReduce(_Pair):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -77,7 +85,7 @@ class _CopyAllReduce(Function):
         return _summed(grads[0], lambda wide: all_reduce(wide, ctx.group)), None
 
 
-class _AllReduceCopy(Function):
+class _AllReduceCopy(_Pair):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         return all_reduce(x, group)
@@ -87,7 +95,7 @@ class _AllReduceCopy(Function):
         return fresh(grads[0]), None
 
 
-class _SliceGather(Function):
+class _SliceGather(_Pair):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim

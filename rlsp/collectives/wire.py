@@ -2,13 +2,13 @@
 
 Measured with gloo on 2 cores (medians in ms on 2, 4 and 8 ranks):
     gather of 4 KiB a rank: by all_to_all 0.5, 1.3, 3.9; by gloo's own ring 0.3, 4.0, 12.5
-    gather of 1 MiB a rank: by all_to_all 2.6, 8.9, 30;  by gloo's own ring 2.3, 10, 45;  at 4 MiB both the same
-    64 bytes take as long as 4 KiB.
-So a message of up to CHECKED_BYTES to each rank goes by all_to_all, behind a header and padded to SMALLEST_BYTES.
-All small calls are then the same exchange, whatever they are called: where two different ones meet, every rank
-sees it in the headers at once. Without padding, gloo aborts the process that receives more than it expected; that
-is still so above SMALLEST_BYTES, and there the ledger's writer holds the last signatures. On other devices reading
-a header would wait for the device, so only `check_agreement` does.
+    gather of 1 MiB a rank: by all_to_all 2.6, 8.9, 30;  by gloo's own ring 2.3, 10, 45
+    64 bytes take as long as 4 KiB, and at 4 MiB both ways take equally long.
+So a message of up to CHECKED_BYTES to each rank goes by all_to_all, behind a header and padded to
+SMALLEST_BYTES. All small calls are then the same exchange, whatever they are called: where two different ones
+meet, every rank sees it in the headers at once. Without padding, gloo aborts the process that receives more
+than it expected; that is still so above SMALLEST_BYTES, and there the ledger's writer holds the last
+signatures. On other devices reading a header would wait for the device, so only `check_agreement` does.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def from_bytes(rows: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """View uint8 [n, bytes] as [n, *shape] of `dtype`: never a copy, contiguous only as far as the rows are."""
+    """View uint8 [n, bytes] as [n, *shape] of `dtype`: never a copy, as contiguous as the rows are."""
     return rows.view(dtype).view(rows.shape[0], *shape)
 
 
@@ -162,8 +162,8 @@ def check_agreement(group: Group) -> None:
     """Compare all calls so far over `group`, by one small exchange; call it at every step boundary.
 
     Raises:
-        CollectiveError: On every rank of the group, naming the ranks that differ, the first call on which they do,
-            and the last calls of each.
+        CollectiveError: On every rank of the group, naming the ranks that differ, the first call on which
+            they do, and the last calls of each.
     """
     call = enter("check_agreement", group, "")
     if group.size > 1:
@@ -215,7 +215,7 @@ def _on_wire(call: Call) -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         after_s = time.monotonic() - started
         raise CollectiveError(
-            f"rank {call.group.rank}: {call.signature} over {call.group.label}, call {call.trail.sequence - 1} of"
-            f" this group, failed after {after_s:.1f} s: {str(error).strip()}\n"
-            f"  last calls here: {listed(call.trail.recent)}"
+            f"rank {call.group.rank}: {call.signature} over {call.group.label},"
+            f" call {call.trail.sequence - 1} of this group, failed after {after_s:.1f} s:"
+            f" {str(error).strip()}\n  last calls here: {listed(call.trail.recent)}"
         ) from error

@@ -141,11 +141,16 @@ class NumericsConfig:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """Choose the task: max_operand bounds arithmetic's numbers, reward is what the constant task pays."""
+    """Choose the task.
+
+    max_operand bounds arithmetic's numbers, reward is what the constant task pays, response_limit (tokens) gives
+    every prompt a limit of its own, drawn from 1 up to it (0 for one prompt in eight); null for none.
+    """
 
     kind: TaskKind
     max_operand: Count
     reward: Finite
+    response_limit: Count | None
 
 
 @dataclass(frozen=True)

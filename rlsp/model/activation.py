@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from rlsp.model.gradients import Differentiable
 from rlsp.model.wiring import Operator, Wiring
 from rlsp.numerics.elementwise import swiglu, swiglu_back
 
@@ -24,14 +24,15 @@ class SwiGLU(nn.Module):
         """Return [s, b, V_local·F] for x [s, b, V_local·2·F]."""
         self.wiring.count(Operator.FFN)
         shards = self.wiring.contract.virtual_tp // self.wiring.tp.size
-        return _SwiGLU.apply(x.view(*x.shape[:2], shards, 2, -1)).flatten(2)
+        gated: Tensor = _SwiGLU.on(x.view(*x.shape[:2], shards, 2, -1))
+        return gated.flatten(2)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Return nothing: Megatron-Core 0.16's MLP asks every child."""
         return {}
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(Differentiable):
     """Apply `numerics.elementwise.swiglu`."""
 
     @staticmethod

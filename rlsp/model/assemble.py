@@ -1,4 +1,4 @@
-"""From a checked configuration to certified models on one rank: the trainer's, the reference's and the engine's."""
+"""From a checked configuration to certified models on one rank: trainer, reference and engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlsp.config import Config
+from rlsp.config import Config, ModelConfig
 from rlsp.groups import Group, Mesh
 from rlsp.model.build import PolicyModel, build_model, copy_bits, initialize
 from rlsp.model.wiring import Phase, Wiring
@@ -58,7 +58,10 @@ def assemble(config: Config, mesh: Mesh, device: torch.device) -> Models:
     """
     contract = contract_of(config)
     leaf = Products(contract.row_tile)
-    certificate = certify(leaf, wanted_products(config), contract.token_block, torch.get_num_threads())
+    widths = {config.parallel.tp, config.rollout.tp}
+    shards = tuple(sorted(contract.virtual_tp // tp for tp in widths))
+    wanted = wanted_products(config.model, contract, shards)
+    certificate = certify(leaf, wanted, contract.token_block, torch.get_num_threads(), device=device)
     products = leaf.certified(certificate.wide)
     training = Wiring(Phase.TRAIN, contract, products, mesh.tp, mesh.cp, config.layout.sequence_parallel)
     trainer = build_model(config.model, training, device)
@@ -77,13 +80,12 @@ def assemble(config: Config, mesh: Mesh, device: torch.device) -> Models:
     return Models(trainer, reference, engine, contract, certificate)
 
 
-def wanted_products(config: Config) -> tuple[Sharded, ...]:
-    """Return every leaf product of a run, at the shard counts that its ranks hold at a time."""
-    model, virtual = config.model, config.numerics.virtual_tp
-    shards = tuple(sorted({virtual // config.parallel.tp, virtual // config.rollout.tp}))
-    hidden, block, head = model.hidden_size, config.numerics.k_block, model.head_dim
+def wanted_products(model: ModelConfig, contract: Contract, shards: tuple[int, ...]) -> tuple[Sharded, ...]:
+    """Return every leaf product of a model, to be certified for ranks that hold `shards` virtual shards."""
+    virtual = contract.virtual_tp
+    hidden, block, head = model.hidden_size, contract.k_block, model.head_dim
     heads = (model.num_attention_heads + 2 * model.num_query_groups) * head
-    column = (heads, 2 * model.ffn_hidden_size, config.padded_vocab)
+    column = (heads, 2 * model.ffn_hidden_size, contract.padded_vocab)
     row = (model.num_attention_heads * head, model.ffn_hidden_size)
     shapes = [
         (kind, out // virtual, hidden)

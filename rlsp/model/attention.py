@@ -10,6 +10,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
 from rlsp import collectives
+from rlsp.model.gradients import Differentiable
 from rlsp.model.rope import Rotate, rotary_table
 from rlsp.model.wiring import Operator, Wiring
 from rlsp.numerics.attention import KeyValueGradient, block_attention, block_attention_back, cached_attention
@@ -22,7 +23,7 @@ class KeyValueCache:
     """Hold rotated keys and values of every layer in blocks, zero where nothing is stored (NUMERICS rule 8).
 
     Attributes:
-        keys: One tensor a layer, [B, G, n_k, block, D]: the model's values, widened once to the products' float32.
+        keys: One tensor a layer, [B, G, n_k, block, D]: the model's numbers, widened once to float32.
         values: Likewise.
     """
 
@@ -54,7 +55,7 @@ class KeyValueCache:
         self.values = [x.index_select(0, sequences) for x in self.values]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Channel(PackedSeqParams):
     """Carry one call's positions and cache through Megatron-Core's layers to the core attention.
 
@@ -62,11 +63,11 @@ class Channel(PackedSeqParams):
         positions: int64 [s, 1] in training (this CP rank's positions) or [n, b] in the rollout.
         cache: The rollout's cache; None in training.
         blocks: Key blocks to visit in the rollout (up to the longest sequence).
-        guard: Where training notes leaves out of bound.
+        guard: Where training notes leaves out of bound; None where there is no backward pass.
         bound: Magnitude below which dK's and dV's leaves must stay.
     """
 
-    positions: Tensor | None = None
+    positions: Tensor
     cache: KeyValueCache | None = None
     blocks: int = 0
     guard: Guard | None = None
@@ -86,6 +87,7 @@ class CoreAttention(nn.Module):
         self.head_dim: int = config.kv_channels
         self.base: float = config.rope_base
         self.scale = softmax_scale if softmax_scale is not None else float(self.head_dim) ** -0.5
+        self.leaves_name = f"attention dK dV, layer {layer_number}"
 
     def forward(
         self,
@@ -98,27 +100,26 @@ class CoreAttention(nn.Module):
         **_: Any,
     ) -> Tensor:
         """Return [s, b, h·D] for query [s, b, h, D], key and value [s, b, G, D] before rotation."""
-        if (
-            not isinstance(packed_seq_params, Channel)
-            or packed_seq_params.positions is None
-            or attention_mask is not None
-        ):
+        if not isinstance(packed_seq_params, Channel) or attention_mask is not None:
             raise ValueError(
-                "rlsp's core attention is causal and takes its positions from a Channel, with no mask and no packing"
+                "rlsp's core attention is causal and takes positions from a Channel: no mask and no packing"
             )
         self.wiring.count(Operator.ATTENTION)
         channel = packed_seq_params
         cosine, sine = (x.unsqueeze(2) for x in rotary_table(channel.positions, self.head_dim, self.base))
-        query, key = Rotate.apply(query, cosine, sine), Rotate.apply(key, cosine, sine)
+        query, key = Rotate.on(query, cosine, sine), Rotate.on(key, cosine, sine)
         if channel.cache is not None:
-            return self._cached(query, key, value, channel)
-        return _ContextAttention.apply(query, key, value, self, channel)
+            return self._cached(query, key, value, channel, channel.cache)
+        attended: Tensor = _ContextAttention.on(query, key, value, self, channel)
+        return attended
 
-    def _cached(self, query: Tensor, key: Tensor, value: Tensor, channel: Channel) -> Tensor:
+    def _cached(
+        self, query: Tensor, key: Tensor, value: Tensor, channel: Channel, cache: KeyValueCache
+    ) -> Tensor:
         """Store the new keys and values, then attend to the cache."""
         n, b, heads, d = query.shape
         groups = key.shape[2]
-        layer, cache = self.layer_number - 1, channel.cache
+        layer = self.layer_number - 1
         cache.store(layer, key, value, channel.positions)
         keys, values = (x[layer][:, :, : channel.blocks].flatten(0, 1) for x in (cache.keys, cache.values))
         rows = query.view(n, b, groups, -1, d).permute(1, 2, 0, 3, 4).reshape(b * groups, -1, d)
@@ -134,8 +135,8 @@ class CoreAttention(nn.Module):
         return out.view(b, groups, n, -1, d).permute(2, 0, 1, 3, 4).reshape(n, b, heads * d)
 
 
-class _ContextAttention(torch.autograd.Function):
-    """Gather K and V over CP (moves bits), attend with this rank's queries, give dK and dV back by an exact sum."""
+class _ContextAttention(Differentiable):
+    """Gather K and V over CP (moves bits), attend with the own queries, sum dK and dV exactly."""
 
     @staticmethod
     def forward(
@@ -158,7 +159,7 @@ class _ContextAttention(torch.autograd.Function):
         """Return dQ of the own queries and this rank's positions of the exact dK and dV."""
         wiring, channel = ctx.module.wiring, ctx.channel
         contract = wiring.contract
-        queries, keys = ctx.saved_tensors[:2]
+        keys = ctx.saved_tensors[1]
         b, groups = ctx.shape[1], keys.shape[0] // ctx.shape[1]
         dout = _query_blocks(dy.view(ctx.shape), groups, contract.q_block)
         dq, exact = block_attention_back(
@@ -170,7 +171,7 @@ class _ContextAttention(torch.autograd.Function):
             contract.grad_lsb,
             channel.bound,
         )
-        channel.guard.note(f"attention dK dV, layer {ctx.module.layer_number}", exact.within)
+        channel.guard.note(ctx.module.leaves_name, exact.within)
         dk, dv = (x.to(dy.dtype) for x in _sum_over_context(exact, b, wiring))
         return _from_query_blocks(dq, ctx.shape).to(dy.dtype), dk, dv, None, None
 

@@ -24,11 +24,14 @@ from rlsp.model.activation import SwiGLU, residual_add
 from rlsp.model.attention import Channel, CoreAttention
 from rlsp.model.compat import lone_group
 from rlsp.model.embedding import LanguageModelEmbedding
+from rlsp.model.gradients import ExactParameter
 from rlsp.model.head import OutputLayer, Vocabulary
 from rlsp.model.linear import ColumnParallelLinear, RowParallelLinear
 from rlsp.model.norm import HeadRMSNorm, RMSNorm
 from rlsp.model.wiring import Wiring
 from rlsp.summation import Guard, TokenSum
+
+_SHARD_DIMS = 3  # [V_local, N, K]: virtual shards of a matrix
 
 
 @dataclass
@@ -58,26 +61,41 @@ class PolicyModel(nn.Module):
     def hidden(self, tokens: Tensor, channel: Channel) -> Tensor:
         """Return the last hidden states [s(/tp), b, H] for tokens int64 [b, s] at the channel's positions."""
         embedded = self.gpt.embedding(input_ids=tokens, position_ids=None)
-        return self.gpt.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=channel)
+        hidden: Tensor = self.gpt.decoder(
+            hidden_states=embedded, attention_mask=None, packed_seq_params=channel
+        )
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [s, b, V_local·n] for hidden states [s(/tp), b, H]."""
         tied = self.gpt.share_embeddings_and_output_weights
         weight = self.gpt.embedding.word_embeddings.weight if tied else None
-        return self.gpt.output_layer(hidden, weight=weight)[0]
+        logits: Tensor = self.gpt.output_layer(hidden, weight=weight)[0]
+        return logits
 
-    def named_shards(self) -> Iterator[tuple[str, nn.Parameter, bool]]:
-        """Yield (name, parameter, sharded) in name order; a sharded one is [V_local, ...], the other is replicated."""
+    def named_shards(self) -> Iterator[tuple[str, ExactParameter, bool]]:
+        """Yield (name, parameter, sharded) in name order; sharded is [V_local, ...], else all have a copy.
+
+        Raises:
+            TypeError: A module outside rlsp brought a parameter, whose gradient nobody would sum.
+        """
         for name, parameter in sorted(self.gpt.named_parameters()):
-            yield name, parameter, parameter.dim() == 3  # noqa: PLR2004 - virtual shards are matrices
+            if not isinstance(parameter, ExactParameter):
+                raise TypeError(f"{name} has no exact gradient: only rlsp's own modules may bring parameters")
+            yield name, parameter, parameter.dim() == _SHARD_DIMS
 
     def attach_sums(self, guard: Guard) -> list[TokenSum]:
-        """Give every parameter its exact accumulator and return them in name order."""
+        """Give every parameter its exact accumulator and return them in name order.
+
+        `guard` learns the name of everything that a backward pass will note, here or on another rank.
+        """
         lsb = self.wiring.contract.grad_lsb
         sums = []
         for name, parameter, _ in self.named_shards():
-            parameter.token_sum = TokenSum(name, parameter, parameter.rule, lsb, guard)  # type: ignore[attr-defined]
+            parameter.token_sum = TokenSum(name, parameter, parameter.rule, lsb, guard)
             sums.append(parameter.token_sum)
+        for layer in self.gpt.decoder.layers:
+            guard.expect(layer.self_attention.core_attention.leaves_name, sums[0].total.device)
         return sums
 
 
@@ -114,7 +132,11 @@ def build_model(shape: ModelConfig, wiring: Wiring, device: torch.device) -> Pol
 
 
 def agree_on_sequence_parallelism(qkv: nn.Module, projection: nn.Module) -> None:
-    """Refuse a layer whose QKV gathers the sequence while its output projection does not scatter it, or the reverse."""
+    """Refuse a layer whose QKV and output projection do not agree on sequence parallelism.
+
+    Raises:
+        ValueError: The two do not say the same.
+    """
     if qkv.sequence_parallel != projection.sequence_parallel:
         raise ValueError(
             f"sequence parallelism: linear_qkv says {qkv.sequence_parallel}, linear_proj says "
@@ -125,8 +147,8 @@ def agree_on_sequence_parallelism(qkv: nn.Module, projection: nn.Module) -> None
 def initialize(model: PolicyModel, seed: int, init_std: float, num_layers: int) -> None:
     """Draw initial weights keyed by (seed, name, virtual shard): the same bits in every layout.
 
-    Norm weights are 1; matrices are normal with `init_std`, divided by sqrt(2·num_layers) where they feed the residual
-    stream (Megatron-Core's scaled initialisation).
+    Norm weights are 1; matrices are normal with `init_std`, divided by sqrt(2·num_layers) where they feed the
+    residual stream (Megatron-Core's scaled initialisation).
     """
     first = model.wiring.tp.index * (model.wiring.contract.virtual_tp // model.wiring.tp.size)
     with torch.no_grad():
@@ -188,7 +210,7 @@ def _megatron_config(shape: ModelConfig, wiring: Wiring) -> RlspTransformerConfi
 
 
 def _block(num_layers: int) -> TransformerBlockSubmodules:
-    """Return the specs of all layers: one object a layer, since Megatron-Core 0.19 rewrites the MLP's in place."""
+    """Return a spec for each layer: Megatron-Core 0.19 rewrites the MLP's in place."""
     return TransformerBlockSubmodules(layer_specs=[_layer() for _ in range(num_layers)], layer_norm=RMSNorm)
 
 

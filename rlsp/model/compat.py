@@ -13,8 +13,8 @@ from rlsp.groups import Group
 class LoneGroup:
     """Answer as a process group of one.
 
-    Megatron-Core (0.16.1, 0.19.2) asks the groups that it is given for `size()` and `rank()`; a group of one rank never
-    communicates and costs no process group.
+    Megatron-Core (0.16.1, 0.19.2) asks the groups that it is given for `size()` and `rank()`; a group of one
+    rank never communicates and costs no process group.
     """
 
     def size(self) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlsp import collectives
+from rlsp.model.gradients import Differentiable, exact_parameter
 from rlsp.model.wiring import Wiring
 from rlsp.summation import Rule, Span
 
@@ -25,13 +26,13 @@ class VocabParallelEmbedding(nn.Module):
             padded_vocab // wiring.contract.virtual_tp,
             hidden_size,
         )
-        self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
-        # a tied head adds leaves of token_block tokens to the same sum: block=1 is the stricter bound of the two
-        self.weight.rule = Rule(Span.TOKENS, block=1)  # type: ignore[attr-defined]
+        # A tied head adds leaves of token_block tokens to the same sum; block=1 is the stricter bound.
+        self.weight = exact_parameter(shape, config.params_dtype, Rule(Span.TOKENS, block=1))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return [s(/tp), b, H] for tokens int64 [b, s]."""
-        return _Lookup.apply(tokens, self.weight, self.wiring)
+        rows: Tensor = _Lookup.on(tokens, self.weight, self.wiring)
+        return rows
 
 
 class LanguageModelEmbedding(nn.Module):
@@ -46,11 +47,12 @@ class LanguageModelEmbedding(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **_: Any) -> Tensor:
         """Return [s(/tp), b, H] for `input_ids` int64 [b, s]; positions enter by RoPE alone."""
-        return self.word_embeddings(input_ids)
+        embedded: Tensor = self.word_embeddings(input_ids)
+        return embedded
 
 
-class _Lookup(torch.autograd.Function):
-    """Take the owner's row: the other ranks add zeros, which changes no bits but the sign of a zero (made + everywhere)."""
+class _Lookup(Differentiable):
+    """Take the owner's row: the other ranks add zeros, and every zero of the sum is made positive."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, wiring: Wiring) -> Tensor:

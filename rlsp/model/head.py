@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlsp import bits, collectives
+from rlsp.model.gradients import Differentiable
 from rlsp.model.linear import ColumnParallelLinear
 from rlsp.model.wiring import Operator, Wiring
 from rlsp.numerics import logprob
@@ -43,7 +44,7 @@ class Vocabulary:
 
 
 class OutputLayer(ColumnParallelLinear):
-    """Project sequence-sharded hidden states to this rank's vocabulary shards; `weight` is given where tied."""
+    """Project hidden states (sequence shards under SP) to the own vocabulary; takes the weight where tied."""
 
     def __init__(self, config: Any, padded_vocab: int, hidden_size: int, tied: bool) -> None:
         """Allocate the weight, or none where the embedding's serves."""
@@ -88,11 +89,11 @@ def score_tokens(
         wiring: The model's wiring; the ranks of its TP group share the rows.
     """
     wiring.count(Operator.LOGP)
-    logp, entropy, digest = _Scores.apply(logits, targets, temperature, vocabulary, wiring)
+    logp, entropy, digest = _Scores.on(logits, targets, temperature, vocabulary, wiring)
     return TokenScores(logp, entropy, digest)
 
 
-class _Scores(torch.autograd.Function):
+class _Scores(Differentiable):
     """Merge virtual shards' statistics (numerics.logprob) after one gather over TP."""
 
     @staticmethod

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rlsp import collectives
+from rlsp.model.gradients import Differentiable, ExactParameter, exact_parameter
 from rlsp.model.wiring import Wiring
 from rlsp.numerics.tree import tree_sum
 from rlsp.summation import Rule, Span
 
 
 class ShardedLinear(nn.Module):
-    """Hold a weight as virtual shards [V_local, N, K] and the wiring; refuse what the contract cannot keep."""
+    """Hold a weight as virtual shards [V_local, N, K]; refuse what the contract cannot keep."""
 
     def __init__(
         self, shape: tuple[int, int, int], config: Any, bias: bool, is_expert: bool, tp_group: Any
@@ -32,19 +32,19 @@ class ShardedLinear(nn.Module):
                 "an rlsp model keeps its own collectives: tp_group must be the group it was built with"
             )
         self.sequence_parallel = self.wiring.sequence_parallel
-        self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
-        self.weight.rule = Rule(Span.TOKENS, self.wiring.contract.token_block)  # type: ignore[attr-defined]
+        rule = Rule(Span.TOKENS, self.wiring.contract.token_block)
+        self.weight = exact_parameter(shape, config.params_dtype, rule)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Return nothing: checkpoints go through `model.checkpoint` (Megatron-Core 0.16 calls this on every child)."""
+        """Return nothing: Megatron-Core 0.16's MLP asks every child."""
         return {}
 
 
 class ColumnParallelLinear(ShardedLinear):
     """Shard the output: gather the sequence (SP), one leaf product a virtual shard with whole K.
 
-    Backward: the input's gradient is the tree over V of the shards' partial products, reduce-scattered under SP; the
-    weight's gradient is the exact sum of token leaves.
+    Backward: the input's gradient is the tree over V of the shards' partial products, reduce-scattered under
+    SP; the weight's gradient is the exact sum of token leaves.
     """
 
     def __init__(
@@ -64,12 +64,15 @@ class ColumnParallelLinear(ShardedLinear):
         super().__init__(shape, config, bias, is_expert, tp_group)
 
     def forward(self, x: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
-        """Return [s, b, V_local·N] for x [s(/tp), b, K], and no bias; `weight` replaces the own one (tied head)."""
-        return _Column.apply(x, self.weight if weight is None else weight, self.wiring), None
+        """Return [s, b, V_local·N] for x [s(/tp), b, K], and no bias; a tied head gives its `weight`."""
+        return _Column.on(x, self.weight if weight is None else weight, self.wiring), None
 
 
 class RowParallelLinear(ShardedLinear):
-    """Shard the input: one leaf product a virtual shard, the tree over V, reduce-scatter (SP) or all-reduce, one rounding."""
+    """Shard the input: one leaf product a virtual shard, then the tree over V, then one rounding.
+
+    The tree ends in a reduce-scatter (SP) or an all-reduce over the ranks of TP.
+    """
 
     def __init__(
         self,
@@ -92,15 +95,15 @@ class RowParallelLinear(ShardedLinear):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Return [s(/tp), b, N] for x [s, b, V_local·K], and no bias."""
-        return _Row.apply(x, self.weight, self.wiring), None
+        return _Row.on(x, self.weight, self.wiring), None
 
 
-class _Column(torch.autograd.Function):
+class _Column(Differentiable):
     """y_v = x·w_vᵀ."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, wiring: Wiring) -> Tensor:
-        """Keep the gathered input: gathering again would cost one more collective than its memory is worth here."""
+        """Keep the gathered input: to gather it again would cost one more collective."""
         full = collectives.gather(x, wiring.tp, dim=0) if wiring.sequence_parallel else x
         ctx.save_for_backward(full, weight)
         ctx.wiring = wiring
@@ -111,13 +114,13 @@ class _Column(torch.autograd.Function):
         """Sum the input's gradient over the tree of virtual shards; add the weight's token leaves."""
         full, weight = ctx.saved_tensors
         wiring: Wiring = ctx.wiring
-        v, n, _ = weight.shape
+        v = weight.shape[0]
         partial = tree_sum(wiring.products.column_back(rows(dy), weight)).view(full.shape)
         add_token_leaves(wiring, weight, by_shard(dy, v), by_shard(full, 1))
         return reduce_rows(partial, wiring).to(full.dtype), None, None
 
 
-class _Row(torch.autograd.Function):
+class _Row(Differentiable):
     """y = tree over v of x_v·w_vᵀ."""
 
     @staticmethod
@@ -150,18 +153,18 @@ def by_shard(x: Tensor, shards: int) -> Tensor:
 
 
 def reduce_rows(partial: Tensor, wiring: Wiring) -> Tensor:
-    """Continue the tree over the ranks of TP: own sequence shard under SP, every row otherwise. Float32 in and out."""
+    """Continue the tree over the ranks of TP, in float32: own sequence shard under SP, else every row."""
     if wiring.sequence_parallel:
         return collectives.reduce_scatter(partial, wiring.tp, dim=0)
     return collectives.all_reduce(partial, wiring.tp)
 
 
-def add_token_leaves(wiring: Wiring, weight: Tensor, dy: Tensor, x: Tensor) -> None:
+def add_token_leaves(wiring: Wiring, weight: ExactParameter, dy: Tensor, x: Tensor) -> None:
     """Add a weight's gradient leaves: token_block consecutive tokens of one sequence each.
 
     Args:
         wiring: The model's wiring.
-        weight: The parameter, with its `token_sum`.
+        weight: The parameter, with its accumulator.
         dy: [s, b, V or 1, N] output gradients; s is a multiple of the token block.
         x: [s, b, V or 1, K] inputs.
     """
@@ -169,7 +172,7 @@ def add_token_leaves(wiring: Wiring, weight: Tensor, dy: Tensor, x: Tensor) -> N
     left, right = _cut(dy, block), _cut(x, block)
     at_once = max(1, (1 << 23) // weight.numel())  # bounds the leaves' temporary to 64 MiB of int64
     for a, b in zip(left.split(at_once), right.split(at_once), strict=True):
-        weight.token_sum.add(wiring.products.token(a, b))  # type: ignore[attr-defined]
+        weight.token_sum.add(wiring.products.token(a, b))
 
 
 def _cut(x: Tensor, block: int) -> Tensor:

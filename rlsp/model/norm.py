@@ -4,28 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from rlsp.model.gradients import Differentiable, exact_parameter
 from rlsp.model.wiring import Wiring
 from rlsp.numerics.elementwise import rms_norm, rms_norm_back
 from rlsp.summation import Rule, Span
 
 
 class RMSNorm(nn.Module):
-    """Normalise each token over the hidden size; under SP the TP ranks hold different tokens, and their leaves add up."""
+    """Normalise each token over the hidden size.
+
+    Under SP the ranks of TP hold different tokens, and their leaves add up.
+    """
 
     def __init__(self, *, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         """Take Megatron-Core's constructor arguments."""
         super().__init__()
         wiring: Wiring = config.wiring
         self.epsilon = eps
-        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-        self.weight.rule = self._rule(wiring, config.num_attention_heads)  # type: ignore[attr-defined]
+        rule = self._rule(wiring, config.num_attention_heads)
+        self.weight = exact_parameter((hidden_size,), config.params_dtype, rule)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised `x` [..., hidden_size]."""
-        return _Norm.apply(x, self.weight, self.epsilon)
+        normed: Tensor = _Norm.on(x, self.weight, self.epsilon)
+        return normed
 
     @staticmethod
     def _rule(wiring: Wiring, _heads: int) -> Rule:
@@ -40,7 +44,7 @@ class HeadRMSNorm(RMSNorm):
         return Rule(Span.WORLD, block=1, copies=heads)
 
 
-class _Norm(torch.autograd.Function):
+class _Norm(Differentiable):
     """Apply `numerics.elementwise.rms_norm`."""
 
     @staticmethod

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlsp.model.gradients import Differentiable
 from rlsp.numerics.elementwise import rotate
 
 
 def rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
     """Return cosine and sine, float32 [..., head_dim/2], for int64 positions [...].
 
-    The inverse frequency of pair i is base^(−2i/head_dim), taken in Python's float64 and rounded once; the angle is a
-    float32 product. Source: RoFormer (Su et al., 2021).
+    The inverse frequency of pair i is base^(−2i/head_dim), taken in Python's float64 and rounded once; the
+    angle is a float32 product. Source: RoFormer (Su et al., 2021).
     """
     inverse = [base ** (-2 * i / head_dim) for i in range(head_dim // 2)]
     angles = positions.to(torch.float32).unsqueeze(-1) * torch.tensor(
@@ -23,7 +24,7 @@ def rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor,
     return torch.cos(angles), torch.sin(angles)
 
 
-class Rotate(torch.autograd.Function):
+class Rotate(Differentiable):
     """Rotate heads by their positions; the gradient is the inverse rotation."""
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Weights by name and virtual shard: their digest, and their way from the training layout to the rollout's."""
+"""Weights by name and virtual shard: their digest, and the way from training's layout to the rollout's."""
 
 from __future__ import annotations
 
@@ -8,49 +8,87 @@ import torch
 from torch import Tensor
 
 from rlsp import bits, collectives
+from rlsp.digest import digest
 from rlsp.groups import Group
 from rlsp.model.build import PolicyModel
 
 BUCKET_BYTES = 64 << 20
 
+Entry = tuple[str, int, int, int]
+"""Name, index of the virtual shard, and its hash in two halves."""
+
+
+class ReplicaDriftError(RuntimeError):
+    """Ranks that each hold a copy of a tensor hold different bits; the message names tensors and ranks."""
+
+
+Named = tuple[str, Tensor, bool]
+"""A tensor by name, and whether it is sharded [V_local, ...] or every rank has a copy."""
+
+Entry = tuple[str, int, int, int]
+"""(name, virtual shard, high hash, low hash), as `rlsp.digest.digest` takes them."""
+
 
 def weights_digest(model: PolicyModel) -> str:
-    """Return the layout-free digest of a model's weights, 64 hex characters; every rank of its TP group calls it."""
-    return tensors_digest(
-        [(name, parameter.detach(), sharded) for name, parameter, sharded in model.named_shards()],
-        model.wiring.tp,
-    )
+    """Return the layout-free digest of a model's weights, 64 hex characters; its whole TP group calls it.
+
+    Raises:
+        ReplicaDriftError: The ranks hold different bits of a weight that each should have a copy of.
+    """
+    return digest(weight_entries(model))
 
 
-def tensors_digest(tensors: Iterable[tuple[str, Tensor, bool]], tp: Group) -> str:
-    """Digest tensors held as virtual shards (or replicated) over `tp`: hash in place, gather 16 bytes a shard.
+def weight_entries(model: PolicyModel) -> list[Entry]:
+    """Hash a model's weights by name and virtual shard; its whole TP group calls it.
+
+    Raises:
+        ReplicaDriftError: The ranks hold different bits of a weight that each should have a copy of.
+    """
+    named = ((name, parameter.detach(), sharded) for name, parameter, sharded in model.named_shards())
+    return shard_entries(named, model.wiring.tp)
+
+
+def shard_entries(tensors: Iterable[Named], tp: Group) -> list[Entry]:
+    """Hash tensors that `tp` holds as virtual shards, or as copies: in place, then gather 16 bytes a shard.
 
     Args:
-        tensors: (name, tensor, sharded); a sharded tensor is [V_local, ...].
+        tensors: By name, each with its place.
         tp: The group whose ranks hold the shards.
+
+    Returns:
+        Every shard's entry on every rank; a copy has one.
+
+    Raises:
+        ReplicaDriftError: On every rank of `tp`, naming each tensor whose copies differ, and the ranks.
     """
     tensors = list(tensors)
     hashes = [bits.shard_hashes(x if sharded else x.unsqueeze(0)) for _, x, sharded in tensors]
     every = collectives.gather(torch.cat(hashes).unsqueeze(0), tp, dim=0)
-    entries, start = [], 0
-    for (name, _, sharded), local in zip(tensors, hashes, strict=True):
-        part = every[: tp.size if sharded else 1, start : start + local.shape[0]].reshape(-1, 2).tolist()
-        entries += [(name, shard, high, low) for shard, (high, low) in enumerate(part)]
-        start += local.shape[0]
-    return bits.digest(entries)
+    entries: list[Entry] = []
+    drifted: list[str] = []
+    parts = every.split([local.shape[0] for local in hashes], dim=1)
+    for (name, _, sharded), part in zip(tensors, parts, strict=True):
+        odd = [tp.ranks[i] for i in range(tp.size) if not sharded and not bits.same_bits(part[i], part[0])]
+        drifted += [f"{name} (ranks {odd})"] if odd else []
+        distinct = part if sharded else part[:1]
+        hashed = enumerate(distinct.reshape(-1, 2).tolist())
+        entries += [(name, shard, high, low) for shard, (high, low) in hashed]
+    if drifted:
+        raise ReplicaDriftError(f"copies differ from those on rank {tp.ranks[0]}: " + ", ".join(drifted))
+    return entries
 
 
 def hand_over(trainer: PolicyModel, engine: PolicyModel | None, rollout_tp: int) -> None:
     """Copy the trainer's weights into the rollout's layout, moving bits only; every rank calls it.
 
-    Where both layouts have one TP size every rank already holds its shards (both number TP fastest) and nothing is sent.
-    Otherwise the shards are gathered over the trainer's TP group, a bounded bucket of parameters at a time, and the
-    engine's own are cut out; a rank without an engine (None) only sends.
+    Where both layouts have one TP size every rank already holds its shards (both number TP fastest) and
+    nothing is sent. Otherwise the shards are gathered over the trainer's TP group, a bounded bucket of
+    parameters at a time, and the engine's own are cut out; a rank without an engine (None) only sends.
     """
     source = trainer.wiring.tp
     alike = source.size == rollout_tp
     targets = {} if engine is None else {name: parameter for name, parameter, _ in engine.named_shards()}
-    moved = [
+    moved: list[tuple[str, Tensor]] = [
         (name, parameter) for name, parameter, sharded in trainer.named_shards() if sharded and not alike
     ]
     with torch.no_grad():

@@ -1,8 +1,8 @@
 """Causal attention in fixed blocks: the order of every sum is the order of positions, whoever computes it.
 
-Key blocks are visited in position order by an online softmax; a query visits the blocks up to its own and no other. The
-training path works on whole query blocks, the cached path on single queries; both call the same row products and the
-same elementwise steps, so a token's bits are the same on either.
+Key blocks are visited in position order by an online softmax; a query visits the blocks up to its own and no
+other. The training path works on whole query blocks, the cached path on single queries; both call the same
+row products and the same elementwise steps, so a token's bits are the same on either.
 """
 
 from __future__ import annotations
@@ -12,15 +12,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlsp.numerics.elementwise import MASKED
 from rlsp.numerics.fixed import to_fixed, within
 from rlsp.numerics.products import Products, fresh, widened
-
-MASKED = -1.0e30  # finite: exp(MASKED − m) is 0 and 0·MASKED is 0, where −inf would leave NaN
 
 
 @dataclass(frozen=True)
 class KeyValueGradient:
-    """Exact gradients of keys and values: int64 units of 2^-lsb, [B, n_k, k_block, D], and whether every leaf was in bound."""
+    """Exact gradients of keys and values.
+
+    Attributes:
+        dk: int64 units of 2^-lsb, [B, n_k, block, D].
+        dv: Likewise.
+        within: bool scalar, whether every leaf was in bound.
+    """
 
     dk: Tensor
     dv: Tensor
@@ -80,7 +85,8 @@ def block_attention_back(
 ) -> tuple[Tensor, KeyValueGradient]:
     """Return the gradients of `block_attention`.
 
-    dQ is summed over key blocks in position order. dK and dV leave one leaf a query block and group, summed exactly.
+    dQ is summed over key blocks in position order. dK and dV leave one leaf a query block and group, summed
+    exactly.
 
     Args:
         products: Leaf products.
@@ -103,7 +109,8 @@ def block_attention_back(
     lse = log_sum.reshape(b, -1, 1)
     dq = torch.zeros_like(rows)
     dk, dv = (torch.zeros(k.shape, dtype=torch.int64, device=q.device) for _ in range(2))
-    visible, inside = _causal(block, g, q.device), torch.tensor(True, device=q.device)
+    visible = _causal(block, g, q.device)
+    inside = torch.ones((), dtype=torch.bool, device=q.device)
     for j in range(k.shape[1]):
         start = _first_at_least(q_blocks, j) * g * block
         if start == rows.shape[1]:
@@ -151,7 +158,7 @@ def cached_attention(
     partial = torch.cat((_tiled(products, weights, widened(v)), weights.sum(dim=-1, keepdim=True)), dim=-1)
     decays = torch.exp(torch.cat((torch.full_like(tops[:, :1], MASKED), tops[:, :-1]), dim=1) - tops)
     last_block = torch.div(positions, block, rounding_mode="floor").unsqueeze(-1)
-    everyone_visits = int(last_block.min())
+    everyone_visits = int(last_block.min())  # waits for the device, and saves most of the selections below
     state = scores.new_zeros((b, r, d + 1))  # the weighted sum of values, and beside it the sum of weights
     for j in range(n_k):
         visited = state * decays[:, j] + partial[:, j]
@@ -160,7 +167,7 @@ def cached_attention(
 
 
 def _tiled(products: Products, rows: Tensor, w: Tensor) -> Tensor:
-    """Multiply [b, n_k, r, K] by [b, n_k, K, N] with rows zero-padded to whole tiles; return [b, n_k, r, N]."""
+    """Multiply [b, n_k, r, K] by [b, n_k, K, N], rows zero-padded to whole tiles: [b, n_k, r, N]."""
     b, n_k, r, depth = rows.shape
     tiles = -(-r // products.row_tile) * products.row_tile
     padded = rows.new_zeros((b * n_k, tiles, depth))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass, field
 
 ELEMENTWISE = (
@@ -18,10 +19,11 @@ ELEMENTWISE = (
 class Contract:
     """Fix widths, block sizes, rounding points and kernel definitions of every sum.
 
-    Two runs are comparable bit for bit only where `sha256` is equal. Nothing here depends on the parallel layout.
+    Two runs are comparable bit for bit only where `sha256` is equal. Nothing here depends on the layout.
 
     Attributes:
-        virtual_tp: Virtual width V: every axis that TP shards is cut into V equal virtual shards of the logical tensor.
+        virtual_tp: Virtual width V: every axis that TP shards is cut into V equal virtual shards of the
+            logical tensor.
         token_block: Consecutive tokens of one sequence in one leaf of a weight gradient.
         q_block: Queries in one attention block.
         k_block: Keys in one attention block; a multiple of q_block's grid (both start at the first token).
@@ -30,7 +32,8 @@ class Contract:
         threads: Intra-op threads of every rank.
         dtype: Storage dtype of weights and activations: `bfloat16` or `float32`.
         leaf_operand: dtype to which the operands of a leaf product are widened (exact) before the product.
-        leaf_output: dtype that a leaf product leaves; sums over leaves are taken in it, then rounded once to `dtype`.
+        leaf_output: dtype that a leaf product leaves; sums over leaves are taken in it, then rounded once to
+            `dtype`.
         optimizer: The AdamW variant: written out elementwise in float32.
         padded_vocab: Logical vocabulary after padding; depends on virtual_tp only.
     """
@@ -56,7 +59,10 @@ class Contract:
     attention: str = (
         "online softmax over key blocks in position order, float32; dK and dV exact over query blocks"
     )
-    sampling: str = "gumbel maximum, lowest index on ties, key (seed, rollout, prompt, sample, position, vocabulary index)"
+    sampling: str = (
+        "gumbel maximum, lowest index on ties, "
+        "key (seed, rollout, prompt, sample, position, vocabulary index)"
+    )
     elementwise: tuple[str, ...] = field(default=ELEMENTWISE)
     version: int = 1
 
@@ -68,4 +74,4 @@ class Contract:
     @property
     def block(self) -> int:
         """Return the grid to which sequences are cut: a multiple of every block size."""
-        return max(self.token_block, self.q_block, self.k_block)
+        return math.lcm(self.token_block, self.q_block, self.k_block)

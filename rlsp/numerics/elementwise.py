@@ -1,21 +1,35 @@
-"""Elementwise operators whose bits do not depend on length, offset or stride: composed in float32 from a safe list."""
+"""Elementwise operators composed in float32 from a safe list: bits ignore length, offset and stride."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+MASKED = -1.0e30
+"""A masked logit or score. Finite: exp(MASKED − m) is 0 and 0·MASKED is 0, where −inf would leave NaN."""
+
 
 def swiglu(x: Tensor) -> Tensor:
-    """Return silu(gate)·up for `x` [..., V, 2, F] = (gate, up), in float32, rounded once to x's dtype: [..., V, F]."""
+    """Return silu(gate)·up, computed in float32 and rounded once.
+
+    Args:
+        x: [..., V, 2, F], gate and up of each virtual shard.
+
+    Returns:
+        [..., V, F] in x's dtype.
+    """
     gate, up = x.float().unbind(dim=-2)
     return (gate / (1 + torch.exp(-gate)) * up).to(x.dtype)
 
 
 def swiglu_back(dy: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of `swiglu` at `x` [..., V, 2, F] for `dy` [..., V, F], in x's dtype.
+    """Return the gradient of `swiglu` at `x`, in x's shape and dtype.
 
     d silu(g)/dg = s·(1 + g·(1 − s)) with s = 1/(1+exp(−g)).
+
+    Args:
+        dy: [..., V, F].
+        x: [..., V, 2, F].
     """
     gate, up = x.float().unbind(dim=-2)
     grad = dy.float()
@@ -25,14 +39,33 @@ def swiglu_back(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return x/rms(x)·weight over the last dimension in x's dtype, and the float32 reciprocal rms [..., 1]."""
+    """Normalise the last dimension by its root mean square (Zhang & Sennrich, 2019), in float32.
+
+    Args:
+        x: [..., H].
+        weight: [H].
+        epsilon: Added to the mean square.
+
+    Returns:
+        x/rms(x)·weight in x's dtype, and the reciprocal rms, float32 [..., 1].
+    """
     wide = x.float().contiguous()
     reciprocal = torch.rsqrt((wide * wide).sum(dim=-1, keepdim=True) / x.shape[-1] + epsilon)
     return (wide * reciprocal * weight.float()).to(x.dtype), reciprocal
 
 
 def rms_norm_back(dy: Tensor, x: Tensor, weight: Tensor, reciprocal: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the input gradient in x's dtype and the weight gradient's elementwise token leaves, float32, x's shape."""
+    """Return the gradients of `rms_norm`.
+
+    Args:
+        dy: [..., H].
+        x: [..., H], as given.
+        weight: [H].
+        reciprocal: float32 [..., 1], as returned.
+
+    Returns:
+        The input's gradient in x's dtype, and the weight gradient's leaves, one a row, float32 [..., H].
+    """
     grad = dy.float()
     normed = x.float() * reciprocal
     inner = grad * weight.float()
@@ -41,9 +74,17 @@ def rms_norm_back(dy: Tensor, x: Tensor, weight: Tensor, reciprocal: Tensor) -> 
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate halves (RoPE as in GPT-NeoX and Qwen): x [..., D], cosine and sine float32 [..., D/2], rounded once.
+    """Rotate the two halves of the last dimension (RoPE as in GPT-NeoX and Qwen), rounded once.
 
     The gradient of a rotation is the rotation by −sine.
+
+    Args:
+        x: [..., D].
+        cosine: float32, broadcasts to [..., D/2].
+        sine: Likewise.
+
+    Returns:
+        [..., D] in x's dtype.
     """
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(x.dtype)

@@ -11,17 +11,30 @@ HEADROOM_BITS = 62
 
 
 def leaf_bound(lsb: int, leaves: int) -> float:
-    """Return the magnitude below which `leaves` addends of unit 2^-lsb cannot overflow 62 bits (NUMERICS rule 6)."""
+    """Return the magnitude below which `leaves` addends in units of 2^-lsb cannot overflow (NUMERICS rule 6).
+
+    Args:
+        lsb: Unit of the sum, 2^-lsb.
+        leaves: Addends of one element over all ranks; fewer than 1 counts as 1.
+
+    Returns:
+        2^(62 − lsb − ceil(log2 leaves)): the sum of the rounded addends stays within 62 bits and a sign.
+    """
     return 2.0 ** (HEADROOM_BITS - lsb - math.ceil(math.log2(max(leaves, 1))))
 
 
 def within(leaves: Tensor, bound: float) -> Tensor:
     """Return a bool scalar: every element is finite and smaller than `bound` in magnitude (NaN fails)."""
-    return leaves.abs().amax() < bound if leaves.numel() else torch.tensor(True)
+    if not leaves.numel():
+        return torch.ones((), dtype=torch.bool, device=leaves.device)
+    return leaves.abs().amax() < bound
 
 
 def to_fixed(x: Tensor, lsb: int) -> Tensor:
-    """Round `x` half to even to int64 units of 2^-lsb, through float64 (exact there but for the one rounding)."""
+    """Round `x` half to even to int64 units of 2^-lsb; float64 holds the product exactly, so it rounds once.
+
+    What is not finite or does not fit becomes some integer, silently: ask `within` first.
+    """
     return torch.round(x.to(torch.float64) * 2.0**lsb).to(torch.int64)
 
 
@@ -30,7 +43,7 @@ def from_fixed(total: Tensor, lsb: int, divisor: int = 1) -> Tensor:
     return (total.to(torch.float64) * 2.0**-lsb / divisor).to(torch.float32)
 
 
-def vanished(leaves: Tensor, fixed: Tensor) -> tuple[int, int]:
-    """Count nonzero leaf elements and those of them that rounded to zero."""
-    nonzero = leaves != 0
-    return int(nonzero.sum()), int((nonzero & (fixed == 0)).sum())
+def vanished(leaves: Tensor, fixed: Tensor) -> Tensor:
+    """Count nonzero leaf elements, and those of them that rounded to zero in `fixed`: int64 [2]."""
+    nonzero = torch.count_nonzero(leaves)
+    return torch.stack((nonzero, nonzero - torch.count_nonzero(fixed)))

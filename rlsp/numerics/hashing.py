@@ -10,17 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-
-def as_int64(word: int) -> int:
-    """Reinterpret an integer of 64 bits, signed or unsigned, as the signed one with the same bits.
-
-    Raises:
-        ValueError: If `word` does not fit in 64 bits.
-    """
-    if not -(1 << 63) <= word < 1 << 64:
-        raise ValueError(f"{word} does not fit in 64 bits")
-    return word - (1 << 64) if word >= 1 << 63 else word
-
+from rlsp.digest import as_int64
 
 GOLDEN: Final = as_int64(0x9E3779B97F4A7C15)
 """2^64 / golden ratio, odd: multiples of it are spread evenly, and distinct for distinct integers."""

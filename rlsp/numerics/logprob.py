@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlsp.numerics.elementwise import MASKED
 from rlsp.numerics.tree import tree_sum
 
-MASKED = -1.0e30
 ROW_ELEMENTS = 1 << 15  # a longer row is cut in pieces: beyond it threads may split a row (NUMERICS rule 3)
 
 
@@ -44,7 +44,8 @@ def shard_statistics(x: Tensor, valid: Tensor) -> Tensor:
 def merge(statistics: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Merge all virtual shards' statistics into log-probability, entropy and log-normaliser.
 
-    H = log S − U/S with S = Σ w·s, U = Σ w·(u + (m−M)·s), w = exp(m−M), M the maximum; both sums over the tree.
+    H = log S − U/S with S = Σ w·s, U = Σ w·(u + (m−M)·s), w = exp(m−M), M the maximum; both sums are taken
+    over the tree.
 
     Args:
         statistics: float32 [T, V, 3] of every virtual shard in order.
@@ -81,7 +82,8 @@ def back(
         valid: bool [V, n].
         log_sum: float32 [T].
         entropy: float32 [T].
-        target: int64 [T], index of the token inside this rank's V·n columns, or −1 where another rank owns it.
+        target: int64 [T], index of the token inside this rank's V·n columns, or −1 where another rank
+            owns it.
         dlogp: float32 [T].
         dentropy: float32 [T].
 
@@ -99,7 +101,7 @@ def back(
 
 
 def _row_sum(x: Tensor) -> Tensor:
-    """Sum the last dimension, [T, V, n] → [T, V, 1]: rows of at most 32,768 elements, then the tree over the pieces."""
+    """Sum the last dimension, [T, V, n] → [T, V, 1]: pieces of at most 32,768 elements, then the tree."""
     n = x.shape[-1]
     if n <= ROW_ELEMENTS:
         return x.contiguous().sum(dim=-1, keepdim=True)

@@ -1,12 +1,14 @@
 """Leaf products: matrix products whose bits are a pure function of (contract, row).
 
-Every operand is widened to float32 (exact for bfloat16), copied to fresh contiguous storage and cut into whole row tiles;
-the accumulation is float32. A *wide* call does several leaves at once and is taken only for shapes that the start-up
-certificate passed; elsewhere the leaf path calls the same product leaf by leaf. Both leave the same bits.
+Every operand is widened to float32 (exact for bfloat16), copied to fresh contiguous storage and cut into
+whole row tiles; the accumulation is float32. A *wide* call does several leaves at once and is taken only for
+shapes that the start-up certificate passed; elsewhere the leaf path calls the same product leaf by leaf. Both
+leave the same bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -14,7 +16,10 @@ import torch
 from torch import Tensor
 
 ALIGNMENT_BYTES = 64
-CHUNK_ELEMENTS = 1 << 24  # a bound on the temporary of one call: 64 MiB of float32
+# Rows of one wide call, at most: the certificate tries every number of tiles up to here. MKL (AVX-512) cuts
+# sums over k >= 1024 in another way from 192 rows on, where the weight is stored [k, n] with n >= 256.
+WIDE_ROWS = 128
+WIDE_ELEMENTS = 1 << 24  # of one wide call's output, at most, unless one row tile has more: 64 MiB of float32
 
 
 class Product(Enum):
@@ -67,7 +72,7 @@ class Products:
         v, n, k = weight.shape
         rows, w = self._tiles(x), widened(weight)
         if Shape(Product.COLUMN, n, k) in self.wide:
-            return torch.mm(rows, w.view(v * n, k).t())[: x.shape[0]]
+            return self._in_turn(torch.mm, rows, w.view(v * n, k).t())[: x.shape[0]]
         out = [self._by_tile(rows, w[i].t()) for i in range(v)]
         return torch.stack(out, dim=1)[: x.shape[0]].reshape(x.shape[0], v * n)
 
@@ -84,7 +89,7 @@ class Products:
         v, n, k = weight.shape
         rows, w = self._tiles(dy), widened(weight)
         if Shape(Product.ROW_BACK, n, k) in self.wide:
-            return torch.mm(rows, w.permute(1, 0, 2).reshape(n, v * k))[: dy.shape[0]]
+            return self._in_turn(torch.mm, rows, w.permute(1, 0, 2).reshape(n, v * k))[: dy.shape[0]]
         out = [self._by_tile(rows, w[i]) for i in range(v)]
         return torch.stack(out, dim=1)[: dy.shape[0]].reshape(dy.shape[0], v * k)
 
@@ -145,7 +150,7 @@ class Products:
             [B, R, N] float32; every row tile of every head is one leaf.
         """
         if Shape(Product.ATTENTION, w.shape[2], w.shape[1]) in self.wide:
-            return torch.bmm(rows, w)
+            return self._in_turn(torch.bmm, rows, w)
         return torch.stack([self._by_tile(rows[b], w[b]) for b in range(rows.shape[0])])
 
     def attention_token(self, left: Tensor, right: Tensor) -> Tensor:
@@ -167,11 +172,19 @@ class Products:
         rows = self._tiles(x)
         stacked = fresh(rows.view(rows.shape[0], v, -1).transpose(0, 1))
         if shape in self.wide:
-            return torch.bmm(stacked, w)[:, : x.shape[0]]
+            return self._in_turn(torch.bmm, stacked, w)[:, : x.shape[0]]
         return torch.stack([self._by_tile(stacked[i], w[i]) for i in range(v)])[:, : x.shape[0]]
+
+    def _in_turn(self, multiply: Callable[[Tensor, Tensor], Tensor], rows: Tensor, w: Tensor) -> Tensor:
+        """Multiply [..., R, K] by [..., K, N], no more rows at a time than the certificate tried."""
+        at_once = wide_rows(self.row_tile, rows.shape[:-2].numel() * w.shape[-1])
+        if rows.shape[-2] <= at_once:
+            return multiply(rows, w)
+        return torch.cat([multiply(fresh(part), w) for part in rows.split(at_once, dim=-2)], dim=-2)
 
     def _by_tile(self, rows: Tensor, w: Tensor) -> Tensor:
         """Multiply one row tile at a time: the definition that the wide calls are held to."""
+        w = aligned(w)
         return torch.cat([torch.mm(fresh(tile), w) for tile in rows.split(self.row_tile)])
 
     def _tiles(self, x: Tensor) -> Tensor:
@@ -183,12 +196,27 @@ class Products:
         return out
 
 
+def wide_rows(row_tile: int, columns: int) -> int:
+    """Return the most rows of a wide call, in whole tiles.
+
+    Args:
+        row_tile: Rows of a tile.
+        columns: Columns of the output, over all shards or heads of the call.
+    """
+    rows = min(WIDE_ROWS, WIDE_ELEMENTS // columns)
+    return max(rows // row_tile, 1) * row_tile
+
+
 def widened(x: Tensor) -> Tensor:
     """Return `x` in float32, contiguous and aligned; exact, and a copy only where one is needed."""
     return fresh(x.to(torch.float32))
 
 
 def fresh(x: Tensor) -> Tensor:
-    """Return `x` contiguous at an address that is a multiple of 64 bytes: alignment is an input of some kernels."""
-    x = x.contiguous()
+    """Return `x` contiguous and aligned."""
+    return aligned(x.contiguous())
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return `x` in its storage order at a multiple of 64 bytes: some kernels' bits depend on the address."""
     return x if x.data_ptr() % ALIGNMENT_BYTES == 0 else x.clone()

@@ -9,9 +9,9 @@ from torch import Tensor
 def tree_sum(x: Tensor) -> Tensor:
     """Sum the leading dimension by a balanced binary tree of adjacent pairs.
 
-    The order is ((0+1)+(2+3))+((4+5)+(6+7)) …; an aligned power-of-two run of leaves is a subtree, so that a rank
-    which holds such a run sums it alone and the ranks' sums continue the same tree. An odd leaf at the end of a level
-    moves up unchanged.
+    The order is ((0+1)+(2+3))+((4+5)+(6+7)) …; an aligned power-of-two run of leaves is a subtree, so that a
+    rank which holds such a run sums it alone and the ranks' sums continue the same tree. An odd leaf at the
+    end of a level moves up unchanged.
 
     Args:
         x: Addends, shape [n, ...] with n >= 1, floating point. Sums are rounded in this dtype.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict
 
 from rlsp.report import tensors as tensor_file
 from rlsp.report.consistency import ConsistencyReport, RolloutRecord, TokenEvidence, measure, total
+from rlsp.report.digests import FOLDER as DIGESTS_FOLDER
+from rlsp.report.digests import RolloutDigests, contradictions, digests_path
 from rlsp.report.files import EvidenceError, canonical_json, sha256_bytes
 from rlsp.report.manifest import MANIFEST_NAME, Manifest
 from rlsp.report.metrics import STEP
@@ -91,7 +93,8 @@ class RunEvidence:
         planned: What the composed config promised; None if the manifest does not say.
         records: Entries of consistency.json by index.
         measured: Tensor files by index.
-        strays: Files in rollouts/ that belong to no rollout.
+        digested: Indices of the digest files.
+        strays: Files in rollouts/ and digests/ that belong to no rollout.
         rows: Rollout indices of metrics.jsonl in file order.
         faults: What is damaged, missing or contradicts itself.
     """
@@ -100,6 +103,7 @@ class RunEvidence:
     planned: Planned | None
     records: dict[int, RolloutRecord]
     measured: dict[int, Measured]
+    digested: tuple[int, ...]
     strays: tuple[str, ...]
     rows: tuple[int, ...]
     faults: tuple[str, ...]
@@ -118,7 +122,10 @@ def collect(run_dir: Path) -> RunEvidence:
     """
     faults: list[str] = []
     manifest, planned = _manifest(run_dir, faults)
-    measured, strays = _measured(run_dir)
+    tensor_files, strays = _numbered(run_dir, tensor_file.FOLDER, tensor_file.rollout_path)
+    # One at a time in memory.
+    measured = {index: _measure(path) for index, path in tensor_files.items()}
+    digest_files, digest_strays = _numbered(run_dir, DIGESTS_FOLDER, digests_path)
     report = _report(run_dir, faults) if measured or (run_dir / CONSISTENCY_NAME).exists() else None
     records = {record.index: record for record in report.rollouts} if report else {}
     if report and len(records) != len(report.rollouts):
@@ -132,8 +139,14 @@ def collect(run_dir: Path) -> RunEvidence:
             )
     if report:
         faults += _contradictions(f"{CONSISTENCY_NAME}, total", report.total, total(report.rollouts))
+    initial = manifest.startup.initial_weights_digest if manifest and manifest.startup else None
+    for index, path in digest_files.items():
+        faults += _digest_faults(path, records.get(index), initial)
     rows = _rows(run_dir, faults) if report or (run_dir / METRICS_NAME).exists() else ()
-    return RunEvidence(manifest, planned, records, measured, strays, rows, tuple(faults))
+    strays += digest_strays
+    return RunEvidence(
+        manifest, planned, records, measured, tuple(digest_files), tuple(strays), rows, tuple(faults)
+    )
 
 
 def _manifest(run_dir: Path, faults: list[str]) -> tuple[Manifest | None, Planned | None]:
@@ -171,16 +184,28 @@ def _rows(run_dir: Path, faults: list[str]) -> tuple[int, ...]:
     return tuple(index for index in indices if isinstance(index, int))
 
 
-def _measured(run_dir: Path) -> tuple[dict[int, Measured], tuple[str, ...]]:
-    """Measure every tensor file, one at a time in memory."""
-    measured, strays = {}, []
-    for path in sorted((run_dir / tensor_file.FOLDER).glob("*")):
+def _numbered(
+    run_dir: Path, folder: str, named: Callable[[Path, int], Path]
+) -> tuple[dict[int, Path], list[str]]:
+    """List the files of `folder` by the rollout that they belong to, and those that belong to none."""
+    files, strays = {}, []
+    for path in sorted((run_dir / folder).glob("*")):
         index = int(path.stem) if path.stem.isdecimal() else -1
-        if path == tensor_file.rollout_path(run_dir, index):
-            measured[index] = _measure(path)
+        if path == named(run_dir, index):
+            files[index] = path
         else:
             strays.append(path.relative_to(run_dir).as_posix())
-    return measured, tuple(strays)
+    return files, strays
+
+
+def _digest_faults(path: Path, record: RolloutRecord | None, initial: str | None) -> list[str]:
+    """List what is wrong with a digest file; without a record it can only be read."""
+    place = path.relative_to(path.parents[1]).as_posix()
+    try:
+        digests = RolloutDigests.read(path)
+    except EvidenceError as error:
+        return [f"{DIGESTS_FOLDER}/{error}"]
+    return [f"{place}: {fault}" for fault in contradictions(digests, record, initial)] if record else []
 
 
 def _measure(path: Path) -> Measured:

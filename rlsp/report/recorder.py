@@ -19,6 +19,8 @@ from rlsp.report.consistency import (
     measure,
     total,
 )
+from rlsp.report.digests import FOLDER as DIGESTS_FOLDER
+from rlsp.report.digests import RolloutDigests, digests_path, misplaced
 from rlsp.report.files import EvidenceError, json_safe, write_atomically
 
 CONSISTENCY_NAME = "consistency.json"
@@ -26,7 +28,7 @@ METRICS_NAME = "metrics.jsonl"
 
 
 class Recorder:
-    """Appends rollouts to a run folder: tensors first, then consistency.json, then one row of metrics.jsonl.
+    """Appends rollouts to a run folder: tensors, digests, consistency.json, at last one row of metrics.jsonl.
 
     A row of metrics.jsonl therefore means that its evidence is on disk. Whatever fails, the evidence of
     earlier rollouts stays whole.
@@ -41,7 +43,8 @@ class Recorder:
     def __init__(self, run_dir: str | Path, first: int = 0) -> None:
         self._run_dir = Path(run_dir)
         self._records = self._kept(first)
-        (self._run_dir / tensor_file.FOLDER).mkdir(parents=True, exist_ok=True)
+        for folder in (tensor_file.FOLDER, DIGESTS_FOLDER):
+            (self._run_dir / folder).mkdir(parents=True, exist_ok=True)
         if first:
             self._forget_from(first)
         # Unbuffered: one write a row, so that a killed rank leaves whole rows and at most one torn one.
@@ -67,6 +70,8 @@ class Recorder:
         tensors: Mapping[str, tensor_file.Array],
         facts: RolloutFacts,
         metrics: Mapping[str, float],
+        *,
+        digests: RolloutDigests,
     ) -> RolloutRecord:
         """Write the evidence of rollout `index` and return it.
 
@@ -75,19 +80,23 @@ class Recorder:
             tensors: The nine tensors of rollouts/NNNNN.safetensors.
             facts: What rank 0 knows besides.
             metrics: Registered names and their values; consistency/ is filled in here.
+            digests: What digests/NNNNN.json says; rollout 0's has the initial weights.
 
-        Raises: EvidenceError: A tensor, a metric name or the index is wrong (nothing was written), or the
-            disk refused.
+        Raises: EvidenceError: A tensor, a metric name, the index or where the initial weights stand is wrong
+            (nothing was written), or the disk refused.
         """
         if index != len(self._records):
             raise EvidenceError(
                 f"rollout {index} cannot be recorded: rollout {len(self._records)} comes next"
             )
+        if fault := misplaced(digests, index):
+            raise EvidenceError(f"the digests of rollout {index} cannot be recorded: {fault}")
         registry.refuse_unknown(metrics)
         content = tensor_file.encode(tensors)
         record = _record(index, tensors, facts)
         records = (*self._records, record)
         write_atomically(tensor_file.rollout_path(self._run_dir, index), content)
+        digests.write(digests_path(self._run_dir, index))
         ConsistencyReport(total=total(records), rollouts=records).write(self._run_dir / CONSISTENCY_NAME)
         self._records = records
         # NumPy's scalars are no JSON numbers.
@@ -103,16 +112,19 @@ class Recorder:
                 raise EvidenceError(f"{self._run_dir} already holds evidence of another run")
             return ()
         records = ConsistencyReport.read(path).rollouts[:first]
-        lost = [i for i in range(first) if not tensor_file.rollout_path(self._run_dir, i).is_file()]
-        if len(records) < first or lost:
+        paths = [
+            at(self._run_dir, i) for i in range(first) for at in (tensor_file.rollout_path, digests_path)
+        ]
+        if len(records) < first or not all(path.is_file() for path in paths):
             raise EvidenceError(f"cannot go on at rollout {first}: evidence of an earlier rollout is missing")
         return records
 
     def _forget_from(self, first: int) -> None:
         """Remove the evidence of rollouts from `first` on, which will be made again."""
-        for path in sorted((self._run_dir / tensor_file.FOLDER).glob("*.safetensors")):
-            if path.stem.isdigit() and int(path.stem) >= first:
-                path.unlink()
+        for folder, suffix in ((tensor_file.FOLDER, ".safetensors"), (DIGESTS_FOLDER, ".json")):
+            for path in sorted((self._run_dir / folder).glob(f"*{suffix}")):
+                if path.stem.isdigit() and int(path.stem) >= first:
+                    path.unlink()
         ConsistencyReport(total=total(self._records), rollouts=self._records).write(
             self._run_dir / CONSISTENCY_NAME
         )

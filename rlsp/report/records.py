@@ -16,6 +16,13 @@ def float64_bits(value: float) -> str:
     return struct.pack(">d", value).hex()
 
 
+def bits_fit(bits: str, value: float) -> bool:
+    """Tell whether 16 hex digits are the bit pattern of `value`; JSON keeps of a NaN only that it is one."""
+    if math.isnan(value):
+        return math.isnan(struct.unpack(">d", bytes.fromhex(bits))[0])
+    return bits == float64_bits(value)
+
+
 class TokenLocation(Document):
     """A token of a rollout, with what each side has there as a hexadecimal bit pattern."""
 
@@ -90,8 +97,9 @@ class RolloutFacts(Document):
 
     The three weight digests are of one kind (the trainer's model weights): `rollout_weights_digest` is what
     the engines hold at dispatch, `trainer_weights_digest` the trainer's at that moment, `weights_digest` the
-    trainer's after this rollout's updates. `gradient_norm` is the last update's, `gradient_norms` has one per
-    update; `gradient_norm_bits` is the float64's bit pattern, 16 hex digits. `routes` counts calls per
+    trainer's after this rollout's updates. `gradient_norm` and `gradient_digest` are the last update's,
+    `gradient_norms` has one per update; `gradient_norm_bits` is the float64's bit pattern, 16 hex digits.
+    `optimizer_digest` is that of the optimizer's state after the last update. `routes` counts calls per
     operator and route, `declared_routes` names the route each operator must take. `cp_tokens` are the active
     tokens that each CP shard covered. `sources` says which computation made each side, e.g. {"rollout":
     "decode", "train": "forward"}.
@@ -105,6 +113,7 @@ class RolloutFacts(Document):
     gradient_norm: float
     gradient_norm_bits: str = Field(pattern=r"^[0-9a-f]{16}$")
     gradient_digest: str
+    optimizer_digest: str
     gradient_norms: tuple[float, ...]
     updates: int
     learning_rate: float
@@ -118,8 +127,7 @@ class RolloutFacts(Document):
 
     @model_validator(mode="after")
     def _bits_belong_to_the_norm(self) -> Self:
-        # A NaN loses its payload in JSON, so only its being a NaN can be compared.
-        if not math.isnan(self.gradient_norm) and self.gradient_norm_bits != float64_bits(self.gradient_norm):
+        if not bits_fit(self.gradient_norm_bits, self.gradient_norm):
             raise ValueError(
                 f"gradient_norm_bits {self.gradient_norm_bits} is not the bit pattern of gradient_norm "
                 f"{self.gradient_norm!r} ({float64_bits(self.gradient_norm)})"
@@ -145,8 +153,8 @@ class TotalEvidence(Statistics):
 
 
 class ConsistencyReport(Document):
-    """The file consistency.json."""
+    """The file consistency.json; version 2 added the optimizer's digest."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     total: TotalEvidence
     rollouts: tuple[RolloutRecord, ...]

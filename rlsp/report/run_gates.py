@@ -109,6 +109,7 @@ def counts(run: RunEvidence) -> GateResult:
     wanted = list(range(run.planned.num_rollouts))
     for what, present in (
         ("tensor file", sorted(run.measured)),
+        ("digest file", sorted(run.digested)),
         ("entry in consistency.json", sorted(run.records)),
         ("row in metrics.jsonl", list(run.rows)),
     ):

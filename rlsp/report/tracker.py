@@ -104,6 +104,8 @@ class WandbTracker(Tracker):
 
     def close(self) -> None:
         """Close the mirror; without a verdict before, the run counts as failed."""
+        if self._ending.is_set():
+            return
         self._ending.set()
         limit_s = self._job.config.tracker.init_timeout_s + 2 * _FINISH_TIMEOUT_S
         self._thread.join(limit_s)
@@ -132,6 +134,7 @@ class WandbTracker(Tracker):
         except Exception as error:
             # Whatever W&B raises, the run goes on: its files are the truth.
             self._warn(f"W&B failed, the run's files are not affected: {type(error).__name__}: {error}")
+            _end_service()
 
     def _open(self) -> wandb.Run:
         """Open the run; where `online` cannot be had, offline."""
@@ -169,6 +172,8 @@ class WandbTracker(Tracker):
                 self._warn(
                     f"W&B cannot be reached, this run is kept offline: {type(error).__name__}: {error}"
                 )
+                # wandb 0.31's service goes on holding the id of a run that it could not open.
+                wandb.teardown()
         return wandb.init(mode="offline", **arguments)
 
     def _hand_over(self, run: wandb.Run) -> None:
@@ -191,6 +196,16 @@ class WandbTracker(Tracker):
             run.save(str(Path(run.dir) / name), base_path=run.dir, policy="now")
         with _staged_inside(self._run_dir / "wandb" / "data"):
             _log_artifacts(run, self._job.run_id, present)
+
+
+def _end_service() -> None:
+    """End wandb's service after a failure, so that it keeps neither the run nor a process."""
+    try:
+        import wandb
+
+        wandb.teardown(exit_code=1)
+    except Exception as error:
+        _LOG.info("wandb's service did not end: %s", error)
 
 
 def _define_metrics(run: wandb.Run) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,12 @@ class AdamW:
         }
         self.first = {name: torch.zeros_like(x) for name, x in self.masters.items()}
         self.second = {name: torch.zeros_like(x) for name, x in self.masters.items()}
+
+    def named_state(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """Yield (kind/name, tensor, sharded) for both moments and the masters."""
+        for kind, tensors in (("exp_avg", self.first), ("exp_avg_sq", self.second), ("master", self.masters)):
+            for name, tensor in tensors.items():
+                yield f"{kind}/{name}", tensor, self._weights[name][1]
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], learning_rate: float, clip: float) -> None:

@@ -13,7 +13,7 @@ from rlsp.layout import Layout, assign_sequences, padded_length
 from rlsp.model.attention import Channel
 from rlsp.model.build import PolicyModel
 from rlsp.model.head import TokenScores, score_tokens
-from rlsp.model.weights import tensors_digest
+from rlsp.model.weights import Entry, shard_entries, weight_entries
 from rlsp.numerics.fixed import leaf_bound
 from rlsp.rl.batch import RolloutBatch
 from rlsp.rl.loss import token_loss
@@ -26,7 +26,7 @@ METRICS = ("loss", "policy_loss", "kl", "entropy", "clip_fraction")
 
 @dataclass(frozen=True)
 class Objective:
-    """What is optimised: the coefficients of the loss and of the step (temperature divides the logits on both sides)."""
+    """What is optimised: the coefficients of the loss and of the step, and the rollout's temperature."""
 
     clip_ratio: float
     kl_coef: float
@@ -57,24 +57,49 @@ class Forward:
 
 @dataclass(frozen=True)
 class Step:
-    """One update's outcome."""
+    """One update's outcome, the same on every rank and in every layout.
+
+    Attributes:
+        forward: What the forward pass computed.
+        gradient_norm: Before clipping.
+        clip: The factor that the gradients were scaled by.
+        metrics: Means over all active tokens, by METRICS.
+        vanished_fraction: Of the gradients' nonzero leaf elements, the part that the unit of the exact sums
+            rounded to zero.
+        gradients: Hashes of the gradients before clipping (`model.weights.shard_entries`).
+        optimizer: Hashes of the optimizer's state after the step.
+        weights: Hashes of the weights after the step.
+    """
 
     forward: Forward
     gradient_norm: float
-    gradient_digest: str
     clip: float
     metrics: dict[str, float]
+    vanished_fraction: float
+    gradients: list[Entry]
+    optimizer: list[Entry]
+    weights: list[Entry]
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """A micro-batch as this rank sees it: rows of the batch, own positions, and targets there."""
+    """A micro-batch as this rank sees it: rows of the batch, own positions, and what stands there.
+
+    Attributes:
+        rows: int64 [b], rows of the batch.
+        positions: int64 [s], this CP rank's positions.
+        tokens: int64 [b, s].
+        targets: int64 [b, s], the tokens that follow.
+        active: bool [b, s], whether the target counts.
+        bound: Magnitude below which attention's gradient leaves must stay, the same in every layout.
+    """
 
     rows: Tensor
     positions: Tensor
     tokens: Tensor
     targets: Tensor
     active: Tensor
+    bound: float
 
 
 class Trainer:
@@ -100,6 +125,7 @@ class Trainer:
 
         Raises:
             BoundBreachError: A gradient leaf was not finite or too large; on every rank.
+            ReplicaDriftError: Ranks of TP hold different bits of a gradient that they share; on all of them.
         """
         block = self.model.wiring.contract.block
         leaf_tokens = int((-(-batch.lengths // block) * block).sum())
@@ -109,15 +135,22 @@ class Trainer:
         for shard in self._micro_batches(batch):
             self._accumulate(shard, batch, advantages, recorder)
         self._guard.settle(self._mesh.world)
-        reduce_sums(self._sums, self._mesh.token, self._mesh.world)
+        vanished = reduce_sums(self._sums, self._mesh.token, self._mesh.world)
         gradients = {item.name: gradient(item, batch.active_tokens) for item in self._sums}
         named = {name: (gradients[name], sharded) for name, _, sharded in self.model.named_shards()}
         norm = gradient_norm(named, self._mesh.tp)
         clip = clip_coefficient(norm, self._objective.grad_clip)
-        digest = tensors_digest([(name, *named[name]) for name in sorted(named)], self._mesh.tp)
+        hashed = shard_entries(((name, *found) for name, found in named.items()), self._mesh.tp)
         self.optimizer.step(gradients, self._objective.learning_rate, clip)
         return Step(
-            recorder.forward(self._layout, self._mesh), norm, digest, clip, recorder.means(self._mesh, batch)
+            forward=recorder.forward(self._layout, self._mesh),
+            gradient_norm=norm,
+            clip=clip,
+            metrics=recorder.means(self._mesh, batch),
+            vanished_fraction=vanished,
+            gradients=hashed,
+            optimizer=shard_entries(self.optimizer.named_state(), self._mesh.tp),
+            weights=weight_entries(self.model),
         )
 
     def _micro_batches(self, batch: RolloutBatch) -> list[_Shard]:
@@ -125,6 +158,7 @@ class Trainer:
         contract, layout = self.model.wiring.contract, self._layout
         mine = assign_sequences(batch.lengths.tolist(), layout.dp)[self._mesh.dp.index]
         size = self._objective.micro_batch_size
+        bound = leaf_bound(contract.grad_lsb, -(-int(batch.lengths.max()) // contract.q_block))
         shards = []
         for start in range(0, len(mine), size):
             rows = torch.tensor(mine[start : start + size], dtype=torch.int64)
@@ -133,10 +167,9 @@ class Trainer:
             positions = local_positions(length, self._mesh.cp, rows.device)
             tokens = _padded(batch.tokens[rows], length + 1)
             active = _padded(batch.active_mask[rows], length + 1)
+            after = positions + 1
             shards.append(
-                _Shard(
-                    rows, positions, tokens[:, positions], tokens[:, positions + 1], active[:, positions + 1]
-                )
+                _Shard(rows, positions, tokens[:, positions], tokens[:, after], active[:, after], bound)
             )
         return shards
 
@@ -171,10 +204,8 @@ class Trainer:
 
     def _score(self, model: PolicyModel, shard: _Shard) -> TokenScores:
         """Return scores of the next tokens at this rank's positions, [s·b], sequence-major."""
-        contract = model.wiring.contract
-        bound = leaf_bound(contract.grad_lsb, max(int(shard.positions[-1]) // contract.q_block + 1, 1 << 12))
         channel = Channel(
-            qkv_format="sbhd", positions=shard.positions.unsqueeze(1), guard=self._guard, bound=bound
+            qkv_format="sbhd", positions=shard.positions.unsqueeze(1), guard=self._guard, bound=shard.bound
         )
         logits = model.logits(model.hidden(shard.tokens, channel))
         return score_tokens(
@@ -192,7 +223,7 @@ class _Recorder:
         self._metrics: list[tuple[Tensor, ...]] = []
 
     def note(self, shard: _Shard, scores: TokenScores, metrics: tuple[Tensor, ...]) -> None:
-        """Store the active tokens of one micro-batch; entry t belongs to token t, computed at position t − 1."""
+        """Store a micro-batch's active tokens; entry t belongs to token t, computed at position t − 1."""
         s, b = shard.positions.numel(), shard.rows.numel()
         where = shard.active
         rows, columns = shard.rows.unsqueeze(1).expand(b, s)[where], (shard.positions + 1).expand(b, s)[where]
@@ -228,5 +259,5 @@ class _Recorder:
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    """Cut or zero-fill the columns of [b, S] to `width` (a true token may stand in column S − 1; none beyond)."""
+    """Cut or zero-fill the columns of [b, S] to `width`; no true token is cut off."""
     return torch.nn.functional.pad(x[:, :width], (0, max(0, width - x.shape[1])))

@@ -1,4 +1,4 @@
-"""Spread a rollout over the engines: hand over the weights and prove them, generate, bring the responses together."""
+"""Spread a rollout over the engines: hand over and prove the weights, generate, collect the responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlsp.rl.rollout.native import NativeEngine, Response, Sampling, Sequence
 
 
 class StaleWeightsError(RuntimeError):
-    """An engine holds other weights than the trainer's at dispatch: not a token is drawn."""
+    """An engine holds other weights or another version than the trainer at dispatch: no token is drawn."""
 
 
 class Rollouts:
@@ -29,17 +29,12 @@ class Rollouts:
         pad_id: int,
     ) -> None:
         """Take this rank's engine (None where it idles) and where all engines stand."""
-        self._trainer, self._engine, self._layout, self._mesh, self._pad = (
-            trainer,
-            engine,
-            layout,
-            mesh,
-            pad_id,
-        )
+        self._trainer, self._engine = trainer, engine
+        self._layout, self._mesh, self._pad = layout, mesh, pad_id
         self.weight_version = -1
 
     def synchronise(self, version: int) -> tuple[str, str]:
-        """Hand the trainer's weights to the engines under `version`; return the trainer's and the engines' digest.
+        """Hand the trainer's weights to the engines under `version`; return the trainer's digest and theirs.
 
         Raises:
             StaleWeightsError: On every rank, where any engine's digest is not the trainer's.
@@ -53,14 +48,27 @@ class Rollouts:
         for rank, (trainer, engine) in enumerate(every.cpu()):
             if not (bytes(trainer.tolist()) == bytes(engine.tolist()) == bytes.fromhex(own)):
                 raise StaleWeightsError(
-                    f"rank {rank}: trainer {bytes(trainer.tolist()).hex()}, engine {bytes(engine.tolist()).hex()}; "
-                    f"this rank's trainer {own}"
+                    f"rank {rank}: trainer {bytes(trainer.tolist()).hex()}, "
+                    f"engine {bytes(engine.tolist()).hex()}; this rank's trainer {own}"
                 )
         self.weight_version = version
         return own, held
 
-    def generate(self, sequences: list[Sequence], sampling: Sampling) -> RolloutBatch:
-        """Draw every sequence's response on some engine and return all of them on every rank."""
+    def generate(self, sequences: list[Sequence], sampling: Sampling, version: int) -> RolloutBatch:
+        """Draw every sequence's response on some engine and return all of them on every rank.
+
+        Args:
+            sequences: What to draw, the same list on every rank.
+            sampling: How.
+            version: The weight version that is to draw.
+
+        Raises:
+            StaleWeightsError: On every rank, where the engines were handed another version.
+        """
+        if self.weight_version != version:
+            raise StaleWeightsError(
+                f"version {version} was to be rolled out, but the engines hold version {self.weight_version}"
+            )
         shares = assign_prompts(len(sequences), self._layout.engines)
         place = self._layout.coords(self._mesh.world.rank)
         mine = () if place is None else shares[place.engine]

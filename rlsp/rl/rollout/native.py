@@ -1,4 +1,4 @@
-"""Generate with a block KV cache from the modules that training uses: the same bits alone, in any batch, by any prefill."""
+"""Generate with a block KV cache, by training's modules: the same bits in any batch, by any prefill."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class NativeEngine:
     """Generate on one engine: the ranks of one rollout TP group, each with the same sequences."""
 
     def __init__(self, model: PolicyModel, head_groups: int, head_dim: int, num_layers: int) -> None:
-        """Take a model wired for the rollout and its (local) cache shape: key-value heads a rank, head size, layers."""
+        """Take a model wired for the rollout, and its cache's shape: own KV heads, head size, layers."""
         self.model = model
         self._groups, self._head_dim, self._layers = head_groups, head_dim, num_layers
 
@@ -74,7 +74,7 @@ class NativeEngine:
         """Draw a response for every sequence.
 
         Args:
-            sequences: In any order; each one's response is a function of it, `sampling` and the weights alone.
+            sequences: In any order; a response is a function of its sequence, `sampling` and the weights.
             sampling: How to draw.
             prefill_chunk: Prompt tokens a forward pass, at most; changes no bits.
 
@@ -131,7 +131,7 @@ class NativeEngine:
     def _draw(
         self, hidden: Tensor, batch: _Batch, sampling: Sampling
     ) -> tuple[list[int], list[float], list[int]]:
-        """Draw one token a sequence; its log-probability comes from the same statistics and merge as training's."""
+        """Draw one token a sequence; its log-probability comes from the statistics and merge of training."""
         wiring, vocabulary = self.model.wiring, self.model.vocabulary
         wiring.count(Operator.LOGP)
         shards = vocabulary.by_shard(self.model.logits(hidden))

@@ -45,10 +45,17 @@ from rlsp.numerics.hashing import hash_words
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as the model sees it and as a person reads it."""
+    """A prompt as the model sees it and as a person reads it.
+
+    Attributes:
+        tokens: Token ids, at least one.
+        text: What they say.
+        limit: The most tokens that a response to it may have, below the run's own limit; None for that one.
+    """
 
     tokens: tuple[int, ...]
     text: str
+    limit: int | None = None
 
 
 @runtime_checkable
