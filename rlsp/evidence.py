@@ -87,6 +87,7 @@ def startup_facts(
             "digest": certificate.digest,
             "wide": len(certificate.wide),
             "leaf": list(certificate.narrowed),
+            "observations": dict(certificate.observations),
         },
         paths={f"{s.product.value} n={s.n} k={s.k}": "wide" for s in certificate.wide}
         | dict.fromkeys(certificate.narrowed, "leaf"),

@@ -26,8 +26,9 @@ _TICK_S = 0.5
 # Peers of a rank that died report broken connections within milliseconds; the whole story is waited for.
 _SETTLE_S = 0.3
 # A rank at work takes CPU time even where it has nothing to say; below this share of a core it only waits.
-_IDLE_CPU_SHARE = 0.05
-_IDLE_CPU_S = 0.2
+_IDLE_CPU_SHARE = 0.02
+_IDLE_CPU_S = 0.1
+_BUSY_STATES = ("running", "waiting for a device")  # it works, or would on a machine with less to do
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -57,23 +58,24 @@ class SilenceWatch:
         self._limit_s = limit_s
         self._marks: dict[int, tuple[float, int, float]] = {}
 
-    def silent(self, now_s: float, slots: Sequence[Slot], cpu_s: Mapping[int, float]) -> tuple[int, ...]:
+    def silent(
+        self, now_s: float, slots: Sequence[Slot], cpu_s: Mapping[int, float], states: Mapping[int, str]
+    ) -> tuple[int, ...]:
         """Return the silent ranks.
 
         Args:
             now_s: A monotonic clock, seconds.
             slots: Slots of the board.
             cpu_s: CPU time so far of every living rank, seconds.
+            states: What each living rank's process is doing.
         """
         found = []
         for slot in slots:
             if slot.done or slot.rank not in cpu_s:
                 continue
             since_s, generation, before_s = self._marks.get(slot.rank, (now_s, -1, 0.0))
-            worked_s = cpu_s[slot.rank] - before_s
-            if slot.generation != generation or worked_s > max(
-                _IDLE_CPU_S, _IDLE_CPU_SHARE * (now_s - since_s)
-            ):
+            worked = cpu_s[slot.rank] - before_s > max(_IDLE_CPU_S, _IDLE_CPU_SHARE * (now_s - since_s))
+            if slot.generation != generation or worked or states.get(slot.rank) in _BUSY_STATES:
                 self._marks[slot.rank] = (now_s, slot.generation, cpu_s[slot.rank])
             elif now_s - since_s > self._limit_s:
                 found.append(slot.rank)
@@ -168,15 +170,17 @@ class Host:
             cpu_s = {
                 rank: seconds for pid, rank in self._alive.items() if (seconds := _cpu_s(pid)) is not None
             }
-            if silent := self._silence.silent(now_s, self._board.read(), cpu_s):
+            if silent := self._silence.silent(now_s, self._board.read(), cpu_s, self._states()):
                 self._stop(Cause.SILENCE, "", silent)
 
     def _stop(self, cause: Cause, detail: str, silent: tuple[int, ...] = ()) -> None:
-        states = {str(rank): process_state(pid) for pid, rank in self._alive.items()}
-        self._say("stopping", cause=cause.value, detail=detail, silent=silent, states=states)
+        self._say("stopping", cause=cause.value, detail=detail, silent=silent, states=self._states())
         self._stopped_at_s = time.monotonic()
         self._kill(signal.SIGTERM)
         self._kill(signal.SIGCONT)  # a stopped process takes no other signal
+
+    def _states(self) -> dict[int, str]:
+        return {rank: process_state(pid) for pid, rank in self._alive.items()}
 
     def _kill(self, number: signal.Signals) -> None:
         for pid in self._alive:  # not reaped yet, so the ids are still theirs

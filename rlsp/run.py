@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from rlsp import collectives, determinism
 from rlsp.board import Place
-from rlsp.config import Config, Job
+from rlsp.config import Config, DeviceKind, Job
 from rlsp.evidence import Evidence, Stopwatch, startup_facts
 from rlsp.groups import Ledger, Mesh, build_mesh
 from rlsp.model.assemble import Models, assemble
@@ -35,11 +35,7 @@ def _live(job: Job, place: Place) -> None:
     mesh = build_mesh(
         config.layout, config.rollout_layout, place.rank, config.launch.timeout_s, Ledger(board)
     )
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if config.device.kind.value == "cuda"
-        else torch.device("cpu")
-    )
+    device = _device(config, place)
     board.phase("certifying kernels and building the model")
     models = assemble(config, mesh, device)
     tokenizer = CharacterTokenizer()
@@ -49,6 +45,7 @@ def _live(job: Job, place: Place) -> None:
         seed=config.seed,
         max_operand=config.task.max_operand,
         reward=config.task.reward,
+        response_limit=config.task.response_limit,
     )
     facts = startup_facts(config, models, mesh, task, tokenizer)
     if place.rank == 0:
@@ -80,12 +77,21 @@ def _live(job: Job, place: Place) -> None:
             board.phase(f"rollout {index}: update {update}, forward and backward")
             steps.append(trainer.update(batch, advantages))
             version += 1
-            collectives.check_agreement(mesh.world)
+            for group in mesh.groups:
+                collectives.check_agreement(group)
         watch.lap("time/train_s")
 
         board.phase(f"rollout {index}: writing evidence")
         evidence.record(index, batch, rewards, advantages, steps, digests, versions, watch)
     board.phase("done")
+
+
+def _device(config: Config, place: Place) -> torch.device:
+    """Take this rank's device: on CUDA the GPU of its number on this machine."""
+    if config.device.kind is DeviceKind.cpu:
+        return torch.device("cpu")
+    torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)
 
 
 def _join(config: Config, place: Place) -> None:
@@ -102,9 +108,11 @@ def _join(config: Config, place: Place) -> None:
 
 def _sequences(config: Config, task: Task, rollout: int) -> list[Sequence]:
     """Return the rollout's sequences: every prompt's samples side by side; no prompt comes twice in a run."""
+    first = rollout * config.prompts_per_rollout
+    prompts = [task.prompt(first + prompt) for prompt in range(config.prompts_per_rollout)]
     return [
-        Sequence(prompt, sample, task.prompt(rollout * config.prompts_per_rollout + prompt).tokens)
-        for prompt in range(config.prompts_per_rollout)
+        Sequence(index, sample, prompt.tokens, prompt.limit)
+        for index, prompt in enumerate(prompts)
         for sample in range(config.samples_per_prompt)
     ]
 

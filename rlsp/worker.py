@@ -30,7 +30,8 @@ from rlsp.report import manifest
 RUN_RANK = "rlsp.run:run_rank"
 BOARD_NAME = "board"
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_PRELOAD = ("torch", "torch.distributed", "megatron.core.models.gpt")
+# The last is what torch imports at the first backward pass that is given a gradient: here once for all.
+_PRELOAD = ("torch", "torch.distributed", "megatron.core.models.gpt", "torch.fx.experimental.symbolic_shapes")
 
 RankFunction = Callable[[Job, Place], object]
 

@@ -35,11 +35,13 @@ def in_megatron_layout(name: str, shards: Tensor) -> Tensor:
 
 
 def float64_logits(shape: ModelConfig, weights: Weights, tokens: Tensor) -> Tensor:
-    """Compute the logits [b, s, padded vocabulary] of tokens [b, s] from the published formulas, in float64 throughout."""
+    """Compute logits [b, s, padded vocabulary] of tokens [b, s] from the published formulas, in float64."""
     angles = _angles(shape, tokens.shape[1])
     x = weights["embedding.word_embeddings.weight"][tokens]
     for layer in range(shape.num_layers):
-        own = {name.split(f"layers.{layer}.")[-1]: w for name, w in weights.items() if f"layers.{layer}." in name}
+        own = {
+            name.split(f"layers.{layer}.")[-1]: w for name, w in weights.items() if f"layers.{layer}." in name
+        }
         x = x + _attention(shape, own, _norm(x, own["input_layernorm.weight"], shape), angles)
         inner = _norm(x, own["pre_mlp_layernorm.weight"], shape) @ own["mlp.linear_fc1.weight"].t()
         gate, up = inner.chunk(2, dim=-1)
@@ -58,8 +60,8 @@ def loss(logits: Tensor, targets: Tensor, advantage: Tensor, vocab_size: int) ->
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """Let Megatron-Core's stock layers, which ask for the current CUDA device, find the CPU; one rank, no TP."""
-    with mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")):
+    """Let Megatron-Core's stock layers, which ask for the current CUDA device, find the CPU; one rank."""
+    with mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")):
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         model_parallel_cuda_manual_seed(0, inference_rng_tracker=True)
         try:
@@ -69,7 +71,7 @@ def megatron_on_cpu() -> Iterator[None]:
 
 
 def megatron_model(shape: ModelConfig, padded_vocab: int, dtype: torch.dtype) -> GPTModel:
-    """Build Megatron-Core's own model of this shape from its local spec, unfused as it is without Transformer Engine."""
+    """Build Megatron-Core's own model of this shape from its local spec, unfused."""
     config = TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -112,7 +114,7 @@ def _local_spec() -> ModuleSpec:
     """Return Megatron-Core's local layer spec; its module compiles functions and warns as it is imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: PLC0415
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
         return get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
 

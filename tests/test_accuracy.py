@@ -27,7 +27,9 @@ BATCHES = 4  # errors are root mean squares over these: of one batch, a 16-eleme
 SIZES = {"nano": (2, 128, 256, 64), "wider and deeper": (4, 256, 512, 96)}  # layers, hidden, FFN, tokens
 
 
-def own_gradients(model: PolicyModel, sums: list[Any], guard: Guard, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+def own_gradients(
+    model: PolicyModel, sums: list[Any], guard: Guard, batch: tuple[torch.Tensor, ...]
+) -> dict[str, torch.Tensor]:
     """Return rlsp's gradients of `oracles.loss`, by name, in Megatron-Core's layout."""
     tokens, targets, advantage = batch
     for item in sums:
@@ -42,8 +44,10 @@ def own_gradients(model: PolicyModel, sums: list[Any], guard: Guard, batch: tupl
     return {item.name: oracles.in_megatron_layout(item.name, gradient(item, 1)) for item in sums}
 
 
-def errors(rank: int, world_size: int, config: Config, shape: ModelConfig, length: int) -> dict[str, tuple[float, float]]:
-    """Measure both implementations' relative errors of every tensor against float64: (rlsp, Megatron-Core)."""
+def errors(
+    rank: int, world_size: int, config: Config, shape: ModelConfig, length: int
+) -> dict[str, tuple[float, float]]:
+    """Measure relative errors of every tensor against float64: (rlsp, Megatron-Core)."""
     alone = Group("tp", (0,), 0)
     contract = contract_of(replace(config, model=shape))
     wiring = Wiring(Phase.TRAIN, contract, Products(contract.row_tile), alone, alone, sequence_parallel=False)
@@ -61,7 +65,10 @@ def errors(rank: int, world_size: int, config: Config, shape: ModelConfig, lengt
             theirs = megatron_gradients(stock, exact, batch, shape.vocab_size)
             true = float64_gradients(shape, exact, batch)
             for name, reference in true.items():
-                pair = [float(((g[name].double() - reference).norm() / reference.norm()) ** 2) for g in (mine, theirs)]
+                pair = [
+                    float(((g[name].double() - reference).norm() / reference.norm()) ** 2)
+                    for g in (mine, theirs)
+                ]
                 squares[name].append((pair[0], pair[1]))
     return {name: (root(a for a, _ in pairs), root(b for _, b in pairs)) for name, pairs in squares.items()}
 
@@ -76,7 +83,9 @@ def draw_batch(seed: int, length: int, vocab_size: int) -> tuple[torch.Tensor, t
     return tokens, tokens.roll(-1, 1), advantage
 
 
-def megatron_gradients(stock: Any, exact: Any, batch: tuple[torch.Tensor, ...], vocab_size: int) -> dict[str, torch.Tensor]:
+def megatron_gradients(
+    stock: Any, exact: Any, batch: tuple[torch.Tensor, ...], vocab_size: int
+) -> dict[str, torch.Tensor]:
     """Return Megatron-Core's gradients by name."""
     stock.zero_grad()
     with torch.no_grad():
@@ -86,7 +95,9 @@ def megatron_gradients(stock: Any, exact: Any, batch: tuple[torch.Tensor, ...], 
     return {name: parameter.grad for name, parameter in stock.named_parameters()}
 
 
-def float64_gradients(shape: ModelConfig, exact: Any, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+def float64_gradients(
+    shape: ModelConfig, exact: Any, batch: tuple[torch.Tensor, ...]
+) -> dict[str, torch.Tensor]:
     """Return the oracle's gradients by name."""
     weights = {name: w.clone().requires_grad_() for name, w in exact.items()}
     logits = oracles.float64_logits(shape, weights, batch[0])
@@ -109,5 +120,7 @@ def test_every_gradient_is_as_near_to_float64_as_megatrons_own(size: str, dtype:
     ratios = {name: mine / theirs for name, (mine, theirs) in measured.items()}
     worst = max(ratios, key=ratios.__getitem__)
     assert len(ratios) == 3 + 8 * layers
-    assert ratios[worst] <= 1.1, f"{worst}: rlsp {measured[worst][0]:.2e}, Megatron-Core {measured[worst][1]:.2e}"
+    assert ratios[worst] <= 1.1, (
+        f"{worst}: rlsp {measured[worst][0]:.2e}, Megatron-Core {measured[worst][1]:.2e}"
+    )
     assert statistics.median(ratios.values()) <= 1.0

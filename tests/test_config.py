@@ -85,7 +85,8 @@ ILLEGAL: dict[str, tuple[Any, ...]] = {
     "tracker.tags": (("",), ("good", "x" * 65)),
     "tracker.init_timeout_s": POSITIVE,
     "launch.timeout_s": POSITIVE,
-    "launch.grace_s": POSITIVE,
+    "launch.grace_s": (*POSITIVE, 6.1),
+    "task.response_limit": COUNT,
 }
 
 # For every rule over several keys, changes that break it and the line that says so.
@@ -109,6 +110,10 @@ CROSSED = [
     (
         {"model.num_attention_heads": 20},
         "model.num_attention_heads=20: legal: a multiple of model.num_query_groups=8",
+    ),
+    (
+        {"model.vocab_size": 96},
+        "model.vocab_size=96: legal: at least 97, the characters of the built-in tokenizer",
     ),
     ({"rollout.tp": 3}, "rollout.tp=3: legal: 1, 2, 4, 8 (divisors of numerics.virtual_tp)"),
     (

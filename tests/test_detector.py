@@ -418,7 +418,8 @@ def test_a_missing_rollout_file_fails_counts(tmp_path):
 
 def test_a_run_that_stopped_early_fails_counts(tmp_path):
     run_dir = write_run(tmp_path / "run", rollouts=2)
-    lost = [f"no {what} for rollout 2" for what in ("tensor file", "digest file", "entry in consistency.json")]
+    wanted = ("tensor file", "digest file", "entry in consistency.json")
+    lost = [f"no {what} for rollout 2" for what in wanted]
     expect(run_dir, {"counts": FAIL}, *lost, "and 1 more")
 
 

@@ -163,9 +163,18 @@ def test_an_earlier_disagreement_shows_in_the_chain() -> None:
 def test_a_rank_is_silent_when_neither_its_slot_nor_its_cpu_time_moves() -> None:
     watch = SilenceWatch(limit_s=10.0)
     slots = [slot(0, ""), slot(1, ""), Slot(2, generation=3, done=True)]
-    assert watch.silent(0.0, slots, {0: 1.0, 1: 1.0, 2: 1.0}) == ()
-    assert watch.silent(9.0, slots, {0: 1.0, 1: 1.0, 2: 1.0}) == ()
-    assert watch.silent(11.0, slots, {0: 1.0, 1: 5.0, 2: 1.0}) == (0,)
-    assert watch.silent(12.0, [Slot(0, generation=4), *slots[1:]], {0: 1.0, 1: 5.0}) == ()
-    assert watch.silent(22.5, [Slot(0, generation=4), *slots[1:]], {0: 1.1, 1: 5.0}) == (0, 1)
-    assert watch.silent(23.0, [Slot(0, generation=4), *slots[1:]], {1: 5.0}) == (1,)
+    assert watch.silent(0.0, slots, {0: 1.0, 1: 1.0, 2: 1.0}, {}) == ()
+    assert watch.silent(9.0, slots, {0: 1.0, 1: 1.0, 2: 1.0}, {}) == ()
+    assert watch.silent(11.0, slots, {0: 1.0, 1: 5.0, 2: 1.0}, {0: "waiting"}) == (0,)
+    slots[0] = Slot(0, generation=4)
+    assert watch.silent(12.0, slots, {0: 1.0, 1: 5.0}, {}) == ()
+    assert watch.silent(22.5, slots, {0: 1.1, 1: 5.0}, {}) == (0, 1)
+    assert watch.silent(23.0, slots, {1: 5.0}, {}) == (1,)
+
+
+def test_a_rank_that_would_run_if_the_machine_had_time_is_not_silent() -> None:
+    watch = SilenceWatch(limit_s=10.0)
+    assert watch.silent(0.0, [slot(0, "")], {0: 1.0}, {}) == ()
+    assert watch.silent(11.0, [slot(0, "")], {0: 1.0}, {0: "running"}) == ()
+    assert watch.silent(20.0, [slot(0, "")], {0: 1.0}, {0: "stopped"}) == ()
+    assert watch.silent(22.0, [slot(0, "")], {0: 1.0}, {0: "stopped"}) == (0,)

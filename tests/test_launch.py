@@ -94,10 +94,7 @@ def test_ranks_that_ignore_sigterm_are_killed_after_the_grace(make_job: MakeJob)
 def test_a_rank_killed_in_a_collective_ends_all_and_its_peers_are_not_blamed(make_job: MakeJob) -> None:
     job = make_job()
     owner = Owner(job, "kill_in_collective")
-    while not (
-        board_path(job.run_dir).exists() and Board.open(board_path(job.run_dir)).slot(1).sequence >= 0
-    ):
-        time.sleep(0.05)
+    owner.await_slot(1, lambda slot: slot.sequence >= 0)
     owner.mark()
     ended = owner.end()
     assert processes_of(job) == []
@@ -113,11 +110,8 @@ def test_a_rank_killed_in_a_collective_ends_all_and_its_peers_are_not_blamed(mak
 def test_a_rank_killed_in_a_real_run_leaves_the_evidence_so_far_intact(make_job: MakeJob, phase: str) -> None:
     job = make_job("num_rollouts=9", "tracker=offline")
     owner = Owner(job, RUN_RANK)
-    pid = None
-    while pid is None:
-        time.sleep(0.02)
-        if board_path(job.run_dir).exists() and Board.open(board_path(job.run_dir)).slot(1).phase == phase:
-            pid = max(processes_of(job), key=started)  # the rank that was forked last
+    owner.await_slot(1, lambda slot: slot.phase == phase)
+    pid = max(processes_of(job), key=started)  # the rank that was forked last
     owner.mark()
     os.kill(pid, signal.SIGKILL)
     ended = owner.end()

@@ -108,6 +108,17 @@ def test_no_sequences_no_responses() -> None:
     assert lone_engine().generate([], sampling()) == []
 
 
+def test_a_limit_of_its_own_cuts_a_response_and_changes_no_bit_before() -> None:
+    limits = [None, 0, 3, 1, 100, 0, 2, 20, 5, 1]
+    limited = [replace(s, limit=limit) for s, limit in zip(SEQUENCES, limits, strict=True)]
+    drawn = lone_engine().generate(limited, sampling())
+    for response, full, limit in zip(drawn, expected(), limits, strict=True):
+        assert response.tokens == full.tokens[:limit]
+        assert response.logp == full.logp[:limit]
+        assert response.row_digest == full.row_digest[:limit]
+    assert lone_engine().generate(limited[1:2], sampling()) == [Response()]
+
+
 def test_what_a_draw_is_keyed_by_changes_it() -> None:
     drawn = lone_engine().generate(SEQUENCES, replace(sampling(), rollout=2))
     assert sum(a.tokens == b.tokens for a, b in zip(drawn, expected(), strict=True)) < 3

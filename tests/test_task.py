@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlsp.config import checks
 from rlsp.numerics.hashing import hash_words
 from rlsp.rl.advantage import group_advantages
 from rlsp.rl.task import CharacterTokenizer, Prompt, Task, Tokenizer, build_task
@@ -240,3 +241,21 @@ def test_a_task_of_ones_own_needs_no_base_class() -> None:
     own: Task = Shout(TOKENIZER, 1)
     assert own.reward(0, TOKENIZER.encode(own.prompt(0).text.upper())) == 1.0
     assert {own.prompt(index).text for index in range(20)} == {"stop", "go"}
+
+
+def test_the_smallest_legal_vocabulary_holds_every_character() -> None:
+    assert CharacterTokenizer().vocab_size == checks.CHARACTERS
+
+
+def test_limits_are_keyed_by_the_prompt_and_some_are_empty() -> None:
+    plain = build_task("arithmetic", tokenizer=CharacterTokenizer(), seed=0, max_operand=9, reward=1.0)
+    limited = build_task(
+        "arithmetic", tokenizer=CharacterTokenizer(), seed=0, max_operand=9, reward=1.0, response_limit=24
+    )
+    limits = [limited.prompt(index).limit for index in range(200)]
+    assert limits == [limited.prompt(index).limit for index in range(200)]
+    assert plain.prompt(0).limit is None
+    assert set(limits) == set(range(25))
+    assert 10 < limits.count(0) < 45
+    assert limited.content_hash != plain.content_hash
+    assert limited.reward(3, ()) == plain.reward(3, ())

@@ -14,6 +14,9 @@ from rlsp.config.schema import Config, DeviceKind
 SMALL_PRODUCT = 4096
 """A matrix product of M·N·K up to this is left to another kernel, with other bits (NUMERICS §1.1, rule 1)."""
 
+CHARACTERS = 97
+"""Tokens of the built-in character tokenizer, which every vocabulary must hold (a test compares the two)."""
+
 
 @dataclass(frozen=True)
 class CrossRule:
@@ -89,6 +92,11 @@ _SHAPES = (
 _BACKENDS = {DeviceKind.cpu: "gloo", DeviceKind.cuda: "nccl"}
 
 CROSS_RULES = (
+    CrossRule(
+        ("model.vocab_size",),
+        lambda c: c.model.vocab_size >= CHARACTERS,
+        lambda _: f"at least {CHARACTERS}, the characters of the built-in tokenizer",
+    ),
     CrossRule(
         ("numerics.virtual_tp", "model.num_query_groups"),
         lambda c: c.model.num_query_groups % c.numerics.virtual_tp == 0,

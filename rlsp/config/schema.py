@@ -14,6 +14,7 @@ from rlsp.config.rules import (
     Even,
     Finite,
     Fraction,
+    Grace,
     GradLsb,
     Label,
     Name,
@@ -143,8 +144,8 @@ class NumericsConfig:
 class TaskConfig:
     """Choose the task.
 
-    max_operand bounds arithmetic's numbers, reward is what the constant task pays, response_limit (tokens) gives
-    every prompt a limit of its own, drawn from 1 up to it (0 for one prompt in eight); null for none.
+    max_operand bounds arithmetic's numbers, reward is what the constant task pays, response_limit (tokens)
+    gives every prompt a limit of its own, drawn from 1 up to it (0 for one prompt in eight); null for none.
     """
 
     kind: TaskKind
@@ -189,7 +190,7 @@ class LaunchConfig:
     """Bound how long a collective may take (timeout_s) and how long ranks get to stop (grace_s)."""
 
     timeout_s: Positive
-    grace_s: Positive
+    grace_s: Grace
     progress: bool
 
 

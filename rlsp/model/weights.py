@@ -14,19 +14,15 @@ from rlsp.model.build import PolicyModel
 
 BUCKET_BYTES = 64 << 20
 
-Entry = tuple[str, int, int, int]
-"""Name, index of the virtual shard, and its hash in two halves."""
-
-
-class ReplicaDriftError(RuntimeError):
-    """Ranks that each hold a copy of a tensor hold different bits; the message names tensors and ranks."""
-
-
 Named = tuple[str, Tensor, bool]
 """A tensor by name, and whether it is sharded [V_local, ...] or every rank has a copy."""
 
 Entry = tuple[str, int, int, int]
 """(name, virtual shard, high hash, low hash), as `rlsp.digest.digest` takes them."""
+
+
+class ReplicaDriftError(RuntimeError):
+    """Ranks that each hold a copy of a tensor hold different bits; the message names tensors and ranks."""
 
 
 def weights_digest(model: PolicyModel) -> str:

@@ -269,6 +269,7 @@ def _tags(job: Job) -> list[str]:
         f"tp{config.parallel.tp}",
         *(["sp"] if config.parallel.sp > 1 else []),
         *([f"dp{config.parallel.dp}"] if config.parallel.dp > 1 else []),
+        config.model.name,
         config.model.dtype.name,
         config.device.backend,
         config.numerics.mode.name,

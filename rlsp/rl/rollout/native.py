@@ -24,11 +24,13 @@ class Sequence:
         prompt: Index of its prompt in the rollout.
         sample: Index among the prompt's samples.
         tokens: The prompt's token ids, at least one.
+        limit: Its longest response, where that is below `Sampling.max_tokens`; 0 draws nothing.
     """
 
     prompt: int
     sample: int
     tokens: tuple[int, ...]
+    limit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,21 +84,26 @@ class NativeEngine:
             One response a sequence, in the given order.
         """
         responses = [Response() for _ in sequences]
-        if not sequences:
+        limits = [
+            min(s.limit, sampling.max_tokens) if s.limit is not None else sampling.max_tokens
+            for s in sequences
+        ]
+        wanted = [i for i, limit in enumerate(limits) if limit > 0]
+        if not wanted:
             return responses
-        batch = _Batch(sequences, self._cache(sequences, sampling.max_tokens))
+        prompts = [sequences[i] for i in wanted]
+        batch = _Batch(prompts, wanted, [limits[i] for i in wanted], self._cache(prompts, max(limits)))
         hidden = self._prefill(batch, prefill_chunk)
-        for step in range(sampling.max_tokens):
+        while True:
             drawn = self._draw(hidden, batch, sampling)
             for index, token, logp, digest in zip(batch.index, *drawn, strict=True):
                 responses[index].tokens.append(token)
                 responses[index].logp.append(logp)
                 responses[index].row_digest.append(digest)
             batch.advance(drawn[0], sampling.eos_id)
-            if not batch.index or step == sampling.max_tokens - 1:
-                break
+            if not batch.index:
+                return responses
             hidden = self._forward(batch, batch.last.unsqueeze(1), (batch.lengths - 1).unsqueeze(0))
-        return responses
 
     def _cache(self, sequences: list[Sequence], max_tokens: int) -> KeyValueCache:
         """Allocate a cache for the longest sequence that may come out."""
@@ -152,29 +159,30 @@ class NativeEngine:
 
 
 class _Batch:
-    """The sequences that still grow: where each stands in the request, its length and its last token."""
+    """The sequences that still grow: place in the request, length, last token and tokens left of each."""
 
-    def __init__(self, sequences: list[Sequence], cache: KeyValueCache) -> None:
+    def __init__(
+        self, sequences: list[Sequence], index: list[int], limits: list[int], cache: KeyValueCache
+    ) -> None:
         device = cache.keys[0].device
         self.sequences, self.cache = sequences, cache
-        self.index = list(range(len(sequences)))
+        self.index, self.left = index, limits
         self.prompts = torch.tensor([s.prompt for s in sequences], device=device)
         self.samples = torch.tensor([s.sample for s in sequences], device=device)
         self.lengths = torch.tensor([len(s.tokens) for s in sequences], device=device)
         self.last = torch.zeros_like(self.lengths)
 
     def advance(self, tokens: list[int], eos_id: int | None) -> None:
-        """Append the drawn tokens and drop the sequences that ended."""
+        """Append the drawn tokens and drop the sequences that ended, by EOS or by their limit."""
         self.lengths = self.lengths + 1
         self.last = torch.tensor(tokens, device=self.lengths.device)
-        if eos_id is None or eos_id not in tokens:
+        self.left = [left - 1 for left in self.left]
+        goes_on = [left > 0 and token != eos_id for left, token in zip(self.left, tokens, strict=True)]
+        if all(goes_on):
             return
-        alive = torch.tensor(
-            [i for i, token in enumerate(tokens) if token != eos_id],
-            dtype=torch.int64,
-            device=self.last.device,
-        )
-        self.index = [self.index[i] for i in alive.tolist()]
+        kept = [i for i, more in enumerate(goes_on) if more]
+        alive = torch.tensor(kept, dtype=torch.int64, device=self.last.device)
+        self.index, self.left = [self.index[i] for i in kept], [self.left[i] for i in kept]
         self.cache.keep(alive)
         self.prompts, self.samples = self.prompts[alive], self.samples[alive]
         self.lengths, self.last = self.lengths[alive], self.last[alive]

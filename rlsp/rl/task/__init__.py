@@ -28,7 +28,7 @@ def build_task(
         seed: Keys the prompts.
         max_operand: Largest operand.
         reward: What the constant task pays; the arithmetic one does not read it.
-        response_limit: Every prompt gets a limit of its own, up to this (0 for one in eight); None for no such limits.
+        response_limit: Every prompt gets a limit of its own, up to this (0 for one in eight); None for none.
 
     Raises:
         ValueError: If the kind is unknown, naming the legal ones, or a parameter is out of range.

@@ -14,7 +14,7 @@ _ONE_IN: Final = 8
 
 @dataclass(frozen=True)
 class LimitedTask:
-    """Give another task's prompts a limit of their own: 0 for one prompt in eight, else evenly from 1 … longest.
+    """Give another task's prompts a limit each: 0 for one prompt in eight, else evenly from 1 … longest.
 
     A limit of 0 leaves an empty response: the sequence counts for nothing and must disturb nothing.
 
