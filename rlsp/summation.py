@@ -60,9 +60,15 @@ class Guard:
         self._inside[name] = torch.ones((), dtype=torch.bool, device=device)
 
     def note(self, name: str, inside: Tensor) -> None:
-        """Add one bool scalar under `name`; a name that nobody announced must be noted on every rank."""
+        """Add one bool scalar under an announced name.
+
+        Raises:
+            ValueError: Nobody announced it: ranks that note nothing would settle another list.
+        """
         before = self._inside.get(name)
-        self._inside[name] = inside if before is None else before & inside
+        if before is None:
+            raise ValueError(f"{name} was noted, but not announced by Guard.expect when the model was built")
+        self._inside[name] = before & inside
 
     def settle(self, group: Group) -> None:
         """Agree with every rank of `group` and start anew; every rank calls it once a step.

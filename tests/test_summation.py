@@ -133,6 +133,12 @@ def test_every_breached_name_is_listed() -> None:
         guard.settle(ALONE)
 
 
+def test_a_name_that_was_not_announced_is_refused() -> None:
+    """Otherwise a rank without a sequence would settle fewer names than the others."""
+    with pytest.raises(ValueError, match="weight was noted, but not announced"):
+        Guard().note("weight", torch.tensor(True))
+
+
 def test_a_guard_without_names_settles() -> None:
     Guard().settle(ALONE)
 

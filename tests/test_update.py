@@ -13,6 +13,7 @@ from model_helpers import (
     OBJECTIVE,
     TIED,
     TINY,
+    Left,
     alone,
     by_sequence,
     contract_of,
@@ -242,17 +243,22 @@ def test_a_leaf_out_of_bound_aborts_before_the_weights_change_and_names_its_tens
 # Micro-batches and order.
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 100])
+@cache
+def in_one_micro_batch() -> Left:
+    return train(make(OBJECTIVE), batch(), ADVANTAGES)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_micro_batches_change_no_bit(size: int) -> None:
-    expected = train(make(OBJECTIVE), batch(), ADVANTAGES)
-    assert train(make(replace(OBJECTIVE, micro_batch_size=size)), batch(), ADVANTAGES) == expected
+    found = train(make(replace(OBJECTIVE, micro_batch_size=size)), batch(), ADVANTAGES)
+    assert found == in_one_micro_batch()
 
 
 def test_the_order_of_sequences_changes_no_bit() -> None:
     order = [3, 6, 0, 5, 2, 4, 1]
     objective = replace(OBJECTIVE, micro_batch_size=3)
     found = train(make(objective), reordered(batch(), order), ADVANTAGES[order])
-    assert found == train(make(OBJECTIVE), batch(), ADVANTAGES)
+    assert found == in_one_micro_batch()
 
 
 def naive_add(self: TokenSum, leaves: Tensor) -> None:

@@ -107,7 +107,7 @@ class CoreAttention(nn.Module):
         self.wiring.count(Operator.ATTENTION)
         channel = packed_seq_params
         cosine, sine = (x.unsqueeze(2) for x in rotary_table(channel.positions, self.head_dim, self.base))
-        query, key = Rotate.on(query, cosine, sine), Rotate.on(key, cosine, sine)
+        query, key = (Rotate.on(x, cosine, sine, value.dtype) for x in (query, key))
         if channel.cache is not None:
             return self._cached(query, key, value, channel, channel.cache)
         attended: Tensor = _ContextAttention.on(query, key, value, self, channel)
@@ -130,7 +130,7 @@ class CoreAttention(nn.Module):
             .reshape(b * groups, -1)
         )
         out = cached_attention(self.wiring.products, rows, keys, values, positions, self.scale).to(
-            query.dtype
+            value.dtype
         )
         return out.view(b, groups, n, -1, d).permute(2, 0, 1, 3, 4).reshape(n, b, heads * d)
 
@@ -142,21 +142,21 @@ class _ContextAttention(Differentiable):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, module: CoreAttention, channel: Channel
     ) -> Tensor:
-        """Attend in blocks; keep what the backward pass recomputes from."""
-        wiring = module.wiring
+        """Attend in blocks; keep what the backward pass recomputes from, in the model's dtype (exact)."""
+        wiring, dtype = module.wiring, value.dtype
         block = wiring.contract.q_block
-        both = gather_positions(torch.stack((key, value), dim=1), wiring.cp)
+        both = gather_positions(torch.stack((key.to(dtype), value), dim=1), wiring.cp)
         keys, values = (_key_blocks(x, block) for x in both.unbind(dim=1))
-        queries = _query_blocks(query, key.shape[2], block)
+        queries = _query_blocks(query.to(dtype), key.shape[2], block)
         blocks = local_blocks(both.shape[0], block, wiring.cp)
         out, log_sum = block_attention(wiring.products, queries, keys, values, blocks, module.scale)
         ctx.save_for_backward(queries, keys, values, out, log_sum)
         ctx.module, ctx.channel, ctx.blocks, ctx.shape = module, channel, blocks, query.shape
-        return _from_query_blocks(out, query.shape).to(query.dtype).flatten(2)
+        return _from_query_blocks(out, query.shape).to(dtype).flatten(2)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Return dQ of the own queries and this rank's positions of the exact dK and dV."""
+        """Return dQ of the own queries and this rank's positions of the exact dK and dV; dQ and dK in float32."""
         wiring, channel = ctx.module.wiring, ctx.channel
         contract = wiring.contract
         keys = ctx.saved_tensors[1]
@@ -172,8 +172,8 @@ class _ContextAttention(Differentiable):
             channel.bound,
         )
         channel.guard.note(ctx.module.leaves_name, exact.within)
-        dk, dv = (x.to(dy.dtype) for x in _sum_over_context(exact, b, wiring))
-        return _from_query_blocks(dq, ctx.shape).to(dy.dtype), dk, dv, None, None
+        dk, dv = _sum_over_context(exact, b, wiring)
+        return _from_query_blocks(dq, ctx.shape), dk, dv.to(dy.dtype), None, None
 
 
 def _sum_over_context(exact: KeyValueGradient, batch: int, wiring: Wiring) -> tuple[Tensor, Tensor]:

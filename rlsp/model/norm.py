@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rlsp.model.gradients import Differentiable, exact_parameter
@@ -28,7 +29,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised `x` [..., hidden_size]."""
-        normed: Tensor = _Norm.on(x, self.weight, self.epsilon)
+        normed: Tensor = _Norm.on(x, self.weight, self.epsilon, x.dtype)
         return normed
 
     @staticmethod
@@ -37,7 +38,15 @@ class RMSNorm(nn.Module):
 
 
 class HeadRMSNorm(RMSNorm):
-    """Normalise each head (QK-norm): heads are sharded over TP whether or not SP is on."""
+    """Normalise each head (QK-norm): heads are sharded over TP whether or not SP is on.
+
+    The output stays float32: it is rounded once, after the rotation, and its gradient arrives unrounded.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised heads of `x` [..., D], float32."""
+        normed: Tensor = _Norm.on(x, self.weight, self.epsilon, torch.float32)
+        return normed
 
     @staticmethod
     def _rule(_wiring: Wiring, heads: int) -> Rule:
@@ -48,16 +57,16 @@ class _Norm(Differentiable):
     """Apply `numerics.elementwise.rms_norm`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Keep the input and the reciprocal rms."""
-        y, reciprocal = rms_norm(x, weight, epsilon)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
+        """Keep the input and the reciprocal rms; widening the input to the output's dtype is exact."""
+        y, reciprocal = rms_norm(x.to(dtype), weight, epsilon)
         ctx.save_for_backward(x, weight, reciprocal)
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         """Return the input's gradient; add one leaf a token (and head) to the weight's exact sum."""
         x, weight, reciprocal = ctx.saved_tensors
         dx, leaves = rms_norm_back(dy, x, weight, reciprocal)
         weight.token_sum.add(leaves.reshape(-1, weight.numel()))
-        return dx, None, None
+        return dx, None, None, None

@@ -25,16 +25,21 @@ def rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor,
 
 
 class Rotate(Differentiable):
-    """Rotate heads by their positions; the gradient is the inverse rotation."""
+    """Rotate heads by their positions; the gradient is the inverse rotation.
+
+    The output has the values of the model's dtype and is carried in float32, so that autograd brings its gradient
+    back unrounded.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """Rotate x [..., D] by a table that broadcasts to [..., D/2]."""
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rotate x [..., D] by a table that broadcasts to [..., D/2] and round once to `dtype`."""
         ctx.save_for_backward(cosine, sine)
-        return rotate(x, cosine, sine)
+        ctx.dtype = x.dtype
+        return rotate(x.float(), cosine, sine).to(dtype).float()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         """Rotate back."""
         cosine, sine = ctx.saved_tensors
-        return rotate(dy, cosine, -sine), None, None
+        return rotate(dy, cosine, -sine).to(ctx.dtype), None, None, None

@@ -57,7 +57,8 @@ class Contract:
         "int64, unit 2^-grad_lsb, half to even from float64, divided by the token count once in float64"
     )
     attention: str = (
-        "online softmax over key blocks in position order, float32; dK and dV exact over query blocks"
+        "online softmax over key blocks in position order, float32; dK and dV exact over query blocks; "
+        "q and k rounded to dtype once, after norm and rotation; dQ and dK reach the norm in float32"
     )
     sampling: str = (
         "gumbel maximum, lowest index on ties, "
