@@ -27,10 +27,11 @@ def run_rank(job: Job, place: Place) -> None:
     config = job.config
     with determinism.apply(config.numerics.threads, config.device.kind.value):
         _join(config, place)
-        _live(job, place)
+        live(job, place)
 
 
-def _live(job: Job, place: Place) -> None:
+def live(job: Job, place: Place) -> None:
+    """Run the algorithm in a process group that is already joined."""
     config, board = job.config, place.board
     mesh = build_mesh(
         config.layout, config.rollout_layout, place.rank, config.launch.timeout_s, Ledger(board)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import cache
 
 import pytest
+import torch
 from hydra._internal.utils import get_args_parser
 from hypothesis import settings
 from jaxtyping import install_import_hook
@@ -19,6 +20,12 @@ from rlsp.config import Config  # noqa: E402
 
 settings.register_profile("rlsp", deadline=None, derandomize=True)
 settings.load_profile("rlsp")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Compute as ranks do, with the contract's one thread: more may change bits, and wait for each other."""
+    torch.set_num_threads(1)
 
 
 @contextmanager

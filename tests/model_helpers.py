@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -68,15 +67,6 @@ OBJECTIVE = Objective(
     learning_rate=1e-2,
     micro_batch_size=8,
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Compute as ranks do, with the contract's one thread; a test module imports this to have it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(contract_of(TINY).threads)
-    yield
-    torch.set_num_threads(before)
 
 
 def contract_of(shape: ModelConfig) -> Contract:

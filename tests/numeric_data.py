@@ -9,8 +9,6 @@ from torch import Tensor
 
 from rlsp.numerics.products import Product, Products, Shape
 
-torch.set_num_threads(1)  # the contract's: more may change a product's bits, and wait for each other
-
 TILE = 32
 LEAF = Products(TILE)
 

@@ -23,7 +23,9 @@ from rlsp.model.wiring import Phase, Wiring
 from rlsp.numerics.products import Products
 from rlsp.summation import Guard, gradient
 
-BATCHES = 16  # errors are root mean squares over these: of one batch, a 16-element norm's error is mostly luck
+BATCHES = (
+    16  # errors are root mean squares over these: of one batch, a 16-element norm's error is mostly luck
+)
 SIZES = {"nano": (2, 128, 256, 64), "wider and deeper": (4, 256, 512, 96)}  # layers, hidden, FFN, tokens
 
 

@@ -12,7 +12,6 @@ from model_helpers import (
     TIED,
     TINY,
     mesh_of,
-    one_thread,  # noqa: F401
     oracle_logits,
     policy,
     products,

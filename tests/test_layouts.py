@@ -17,7 +17,6 @@ from model_helpers import (
     Left,
     alone,
     mesh_of,
-    one_thread,  # noqa: F401
     products,
     ragged,
     reordered,

@@ -16,7 +16,6 @@ from model_helpers import (
     alone,
     contract_of,
     mesh_of,
-    one_thread,  # noqa: F401
     policy,
     products,
     ragged,
@@ -273,7 +272,7 @@ def test_a_rotation_is_undone_by_its_gradient() -> None:
     assert torch.allclose(cosine.double(), exact.cos(), atol=1e-3)  # float32 angles of 4000 are coarse
     assert torch.allclose(cosine[:2].double(), exact[:2].cos(), atol=1e-6)
     x = torch.randn(3, 1, 8, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    y = Rotate.on(x, cosine, sine)
+    y = Rotate.on(x, cosine, sine, torch.float32)
     assert bits.same_bits(y[0], x[0])  # position 0
     assert torch.allclose(y.norm(dim=-1), x.norm(dim=-1))
     y.backward(y.detach())

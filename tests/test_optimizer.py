@@ -13,7 +13,6 @@ from model_helpers import (
     TINY,
     alone,
     mesh_of,
-    one_thread,  # noqa: F401
     policy,
     products,
 )

@@ -156,6 +156,25 @@ def test_operands_may_lie_anywhere(name: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_every_kernel_sees_aligned_operands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On some machines an operand at an odd address has other bits: shards of an odd size need copies."""
+    addresses: list[int] = []
+    for kernel in ("mm", "bmm"):
+        original = getattr(torch, kernel)
+
+        def watched(a: Tensor, b: Tensor, original: Callable[..., Tensor] = original) -> Tensor:
+            addresses.extend((a.data_ptr() % ALIGNMENT_BYTES, b.data_ptr() % ALIGNMENT_BYTES))
+            return original(a, b)
+
+        monkeypatch.setattr(torch, kernel, watched)
+    n, k, v = 23, 41, 4
+    width = {"column": k, "row": v * k, "column_back": v * n, "row_back": n}[name]
+    product(LEAF, name, draw(1, 2 * TILE, width)[1:], draw(2, v, n, k))
+    assert len(addresses) == 4 * v
+    assert set(addresses) == {0}
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_operands_are_widened_before_the_product(name: str) -> None:
     x, w = (t.to(torch.bfloat16) for t in operands(37)[name])
     got = product(LEAF, name, x, w)

@@ -17,7 +17,6 @@ from model_helpers import (
     alone,
     engine,
     mesh_of,
-    one_thread,  # noqa: F401
     policy,
     products,
     rollouts,

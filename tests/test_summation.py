@@ -108,6 +108,17 @@ def test_a_planted_breach_is_named(value: float) -> None:
     item.guard.settle(ALONE)  # the next step starts anew
 
 
+def test_every_head_counts_as_a_leaf() -> None:
+    """768 tokens of 4 heads leave 2^(62 − 40 − 12) = 2^10 for each; of one head, 2^12."""
+    for rule, bound in ((HEADS, 2.0**10), (VECTOR, 2.0**12)):
+        item = accumulator(rule, (5,))
+        item.add(torch.full((1, 5), math.nextafter(bound, 0), dtype=torch.float64))
+        item.guard.settle(ALONE)
+        item.add(torch.full((1, 5), bound))
+        with pytest.raises(BoundBreachError):
+            item.guard.settle(ALONE)
+
+
 def test_what_is_just_below_the_bound_passes_and_is_summed_without_wrapping() -> None:
     large = torch.full((24, 2, 6, 5), math.nextafter(2.0**17, 0), dtype=torch.float64)
     item = accumulator()

@@ -104,7 +104,16 @@ def test_an_offline_run_reads_back_whole(finished, a_home_of_its_own):
         "train",
     )
     assert run["display_name"] == "synthetic-cp2_tp2_sp2-s7"
-    assert {"synthetic", "tp2", "cp2", "sp", "bfloat16", "gloo", "strict"} == set(run["tags"])
+    assert set(run["tags"]) == {
+        "synthetic",
+        "qwen3_nano",
+        "tp2",
+        "cp2",
+        "sp",
+        "bfloat16",
+        "gloo",
+        "strict",
+    }
 
     config = run["config"]["update"]
     manifest = Manifest.read(run_dir / "manifest.json")

@@ -18,7 +18,6 @@ from model_helpers import (
     by_sequence,
     contract_of,
     gradients_of,
-    one_thread,  # noqa: F401
     oracle_logits,
     ragged,
     random_state,

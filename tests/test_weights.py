@@ -13,7 +13,6 @@ from model_helpers import (
     alone,
     engine,
     mesh_of,
-    one_thread,  # noqa: F401
     policy,
     products,
     random_state,

@@ -27,8 +27,8 @@ def rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor,
 class Rotate(Differentiable):
     """Rotate heads by their positions; the gradient is the inverse rotation.
 
-    The output has the values of the model's dtype and is carried in float32, so that autograd brings its gradient
-    back unrounded.
+    The output has the values of the model's dtype and is carried in float32, so that autograd brings its
+    gradient back unrounded.
     """
 
     @staticmethod

@@ -46,7 +46,8 @@ def block_attention(
         scale: Factor on the scores.
 
     Returns:
-        Output float32 [B, n_q, G, block, D] and log-sum-exp float32 [B, n_q, G, block].
+        Output float32 [B, n_q, G, block, D], and what the backward pass needs of the softmax: the maximum
+        score and the sum of exp(score − maximum), float32 [B, n_q, G, block, 2].
     """
     b, n_q, g, block, d = q.shape
     rows, keys, values = widened(q).view(b, n_q * g * block, d), widened(k), widened(v)
@@ -70,8 +71,8 @@ def block_attention(
         total[:, start:] = total[:, start:] * decay + weights.sum(dim=-1, keepdim=True)
         out[:, start:] = out[:, start:] * decay + products.attention(weights, fresh(values[:, j]))
         top[:, start:] = new
-    log_sum = top + torch.log(total)
-    return (out / total).view(b, n_q, g, block, d), log_sum.view(b, n_q, g, block)
+    softmax = torch.cat((top, total), dim=-1)
+    return (out / total).view(b, n_q, g, block, d), softmax.view(b, n_q, g, block, 2)
 
 
 def block_attention_back(
@@ -91,7 +92,7 @@ def block_attention_back(
     Args:
         products: Leaf products.
         dout: [B, n_q, G, block, D].
-        saved: q, k, v as given, output and log-sum-exp as returned by `block_attention`.
+        saved: q, k, v as given to `block_attention`, and the two that it returned.
         q_blocks: The position of each query block, ascending.
         scale: Factor on the scores.
         lsb: Unit of the exact sums, 2^-lsb.
@@ -100,13 +101,13 @@ def block_attention_back(
     Returns:
         dQ float32 [B, n_q, G, block, D], and this rank's share of dK and dV.
     """
-    q, k, v, out, log_sum = saved
+    q, k, v, out, softmax = saved
     b, n_q, g, block, d = q.shape
     shape = (b, n_q * g * block, d)
     rows, keys, values = widened(q).view(shape), widened(k), widened(v)
     grad = widened(dout).view(shape)
     delta = (grad * out.view(shape)).sum(dim=-1, keepdim=True)
-    lse = log_sum.reshape(b, -1, 1)
+    top, total = softmax.reshape(b, -1, 2).split(1, dim=-1)
     dq = torch.zeros_like(rows)
     dk, dv = (torch.zeros(k.shape, dtype=torch.int64, device=q.device) for _ in range(2))
     visible = _causal(block, g, q.device)
@@ -116,16 +117,17 @@ def block_attention_back(
         if start == rows.shape[1]:
             break
         part, part_grad, key = fresh(rows[:, start:]), fresh(grad[:, start:]), fresh(keys[:, j])
-        weights = torch.exp(products.attention(part, key.transpose(1, 2)) * scale - lse[:, start:])
+        scores = products.attention(part, key.transpose(1, 2)) * scale
+        weights = torch.exp(scores - top[:, start:]) / total[:, start:]
         if _is_diagonal(q_blocks, j):
             weights[:, : g * block] = torch.where(visible, weights[:, : g * block], 0.0)
         dweights = products.attention(part_grad, fresh(values[:, j]).transpose(1, 2))
         dscores = weights * (dweights - delta[:, start:]) * scale
         dq[:, start:] += products.attention(dscores, key)
-        for total, left, right in ((dk, dscores, part), (dv, weights, part_grad)):
+        for exact, left, right in ((dk, dscores, part), (dv, weights, part_grad)):
             leaves = products.attention_token(left.view(-1, g * block, block), right.view(-1, g * block, d))
             inside = inside & within(leaves, bound)
-            total[:, j] += to_fixed(leaves, lsb).view(b, -1, block, d).sum(dim=1)
+            exact[:, j] += to_fixed(leaves, lsb).view(b, -1, block, d).sum(dim=1)
     return dq.view(b, n_q, g, block, d), KeyValueGradient(dk, dv, inside)
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 ELEMENTWISE = (
     "silu: x/(1+exp(-x)) in float32",
     "softmax weights: where(mask, exp(s-m), 0) in float32",
+    "softmax gradients: attention exp(s-m)/S, vocabulary exp((s-m)-log S), in float32",
     "gumbel: -log(-log(u)), u=(k+0.5)*2^-24, in float32",
     "transcendentals: exp log rsqrt sin cos in float32 only",
 )

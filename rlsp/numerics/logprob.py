@@ -42,7 +42,7 @@ def shard_statistics(x: Tensor, valid: Tensor) -> Tensor:
 
 
 def merge(statistics: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge all virtual shards' statistics into log-probability, entropy and log-normaliser.
+    """Merge all virtual shards' statistics into log-probability, entropy and normaliser.
 
     H = log S − U/S with S = Σ w·s, U = Σ w·(u + (m−M)·s), w = exp(m−M), M the maximum; both sums are taken
     over the tree.
@@ -52,7 +52,8 @@ def merge(statistics: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor, Ten
         target_logit: float32 [T], the (tempered) logit of the token in question.
 
     Returns:
-        Log-probability, entropy and log-sum-exp, float32 [T] each.
+        Log-probability and entropy, float32 [T] each, and the normaliser, float32 [T, 2]: M and log S apart,
+        since their sum, rounded, would cost the gradient digits.
     """
     tops, sums, moments = statistics.unbind(dim=-1)
     top = tops.amax(dim=-1, keepdim=True)
@@ -61,13 +62,14 @@ def merge(statistics: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor, Ten
     total = tree_sum((weight * sums).t().contiguous())
     moment = tree_sum((weight * (moments + shift * sums)).t().contiguous())
     log_total, peak = torch.log(total), top.squeeze(-1)
-    return (target_logit - peak) - log_total, log_total - moment / total, peak + log_total
+    normaliser = torch.stack((peak, log_total), dim=-1)
+    return (target_logit - peak) - log_total, log_total - moment / total, normaliser
 
 
 def back(
     x: Tensor,
     valid: Tensor,
-    log_sum: Tensor,
+    normaliser: Tensor,
     entropy: Tensor,
     target: Tensor,
     dlogp: Tensor,
@@ -80,7 +82,7 @@ def back(
     Args:
         x: [T, V, n] float32 from `tempered`.
         valid: bool [V, n].
-        log_sum: float32 [T].
+        normaliser: float32 [T, 2] from `merge`.
         entropy: float32 [T].
         target: int64 [T], index of the token inside this rank's V·n columns, or −1 where another rank
             owns it.
@@ -90,7 +92,8 @@ def back(
     Returns:
         float32 [T, V, n], exactly 0 in padded columns.
     """
-    log_p = x - log_sum[:, None, None]
+    peak, log_total = normaliser[:, :, None, None].unbind(dim=1)
+    log_p = (x - peak) - log_total
     p = torch.where(valid, torch.exp(log_p), 0.0)
     onehot = (
         torch.arange(x.shape[1] * x.shape[2], device=x.device).view(1, *x.shape[1:]) == target[:, None, None]
