@@ -156,7 +156,7 @@ class _ContextAttention(Differentiable):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Return dQ, and the own positions of the exact dK and dV; dQ and dK in float32, dV in the model's."""
+        """Return dQ, and the own positions of the exact dK and dV; dQ and dK in float32."""
         wiring, channel = ctx.module.wiring, ctx.channel
         contract = wiring.contract
         keys = ctx.saved_tensors[1]
