@@ -67,9 +67,10 @@ def rounded_partials(exact: KeyValueGradient, batch: int, wiring: Wiring) -> tup
 
 
 def norm_of_the_ranks(gradients: Mapping[str, tuple[Tensor, bool]], tp: Any) -> float:
-    """Add up each rank's running float32 sum of squares, copies on the first rank only."""
+    """Combine the ranks' own float32 norms, copies on the first rank only."""
     mine = [g.flatten() for g, sharded in gradients.values() if sharded or tp.index == 0]
-    return math.sqrt(float(collectives.gather(torch.cat(mine).square().cumsum(0)[-1:], tp).sum()))
+    norms = collectives.gather(torch.cat(mine).norm().view(1), tp)
+    return math.sqrt(float(norms.double().square().sum()))
 
 
 def in_float32(name: str) -> Patch:
