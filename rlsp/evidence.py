@@ -218,6 +218,7 @@ class Evidence:
             **{f"train/{name}": value for name, value in last.metrics.items()},
             "train/gradient_norm": last.gradient_norm,
             "train/clip_coefficient": last.clip,
+            "train/vanished_fraction": last.vanished_fraction,
             "train/learning_rate": self._config.learning_rate,
             "train/weight_version": versions[1] + len(steps),
             "rollout/active_tokens": active,

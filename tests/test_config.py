@@ -115,6 +115,10 @@ CROSSED = [
         {"model.vocab_size": 96},
         "model.vocab_size=96: legal: at least 97, the characters of the built-in tokenizer",
     ),
+    (
+        {"numerics.q_block": 16, "numerics.k_block": 16, "numerics.row_tile": 64},
+        "numerics.row_tile=64: legal: a divisor of 32, the queries of one block and group of heads",
+    ),
     ({"rollout.tp": 3}, "rollout.tp=3: legal: 1, 2, 4, 8 (divisors of numerics.virtual_tp)"),
     (
         {"rollout.tp": 4},

@@ -44,6 +44,12 @@ def violations(config: Config) -> tuple[Violation, ...]:
     return single + tuple(crossed)
 
 
+def _queries(config: Config) -> int:
+    """Count the query rows of one attention block of one key-value head: they must be whole row tiles."""
+    model = config.model
+    return config.numerics.q_block * (model.num_attention_heads // model.num_query_groups)
+
+
 def value_at(config: Config, key: str) -> Any:
     """Look a dotted key up."""
     return reduce(getattr, key.split("."), config)
@@ -106,6 +112,11 @@ CROSS_RULES = (
         ("numerics.virtual_tp", "model.ffn_hidden_size"),
         lambda c: c.model.ffn_hidden_size % c.numerics.virtual_tp == 0,
         lambda c: f"a power of two that divides model.ffn_hidden_size={c.model.ffn_hidden_size}",
+    ),
+    CrossRule(
+        ("numerics.row_tile", "numerics.q_block", "model.num_attention_heads", "model.num_query_groups"),
+        lambda c: _queries(c) % c.numerics.row_tile == 0,
+        lambda c: f"a divisor of {_queries(c)}, the queries of one block and group of heads",
     ),
     CrossRule(
         ("model.num_attention_heads", "model.num_query_groups"),

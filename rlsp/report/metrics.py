@@ -42,6 +42,11 @@ METRICS = _registry(
     Metric("train/clip_coefficient", "what the last update's gradient was multiplied by"),
     Metric("train/learning_rate", "of the last update"),
     Metric("train/clip_fraction", "part of the active tokens whose PPO ratio was clipped"),
+    Metric(
+        "train/vanished_fraction",
+        "part of the nonzero gradient leaf elements that the unit of the exact sums rounded to zero",
+        Keep.MAX,
+    ),
     Metric("train/ratio_max", "largest PPO ratio of the last update", Keep.MAX),
     Metric("train/ratio_min", "smallest PPO ratio of the last update", Keep.MIN),
     Metric("train/updates", "updates made so far"),
