@@ -58,6 +58,8 @@ class Owner:
         self.job = job
         path = write_job(job)
         code = (
+            # a shell starts what it puts into the background with SIGINT ignored, the tests included
+            "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "import sys; from pathlib import Path\n"
             "from rlsp.config import Job; from rlsp.launch import execute\n"
             "try: status = execute(Job.from_json(Path(sys.argv[1]).read_text()), sys.argv[2])\n"
