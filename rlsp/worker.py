@@ -29,6 +29,7 @@ from rlsp.report import manifest
 
 RUN_RANK = "rlsp.run:run_rank"
 BOARD_NAME = "board"
+_EVIDENCE = ("consistency.json", "VERDICT.json")
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The last is what torch imports at the first backward pass that is given a gradient: here once for all.
 _PRELOAD = ("torch", "torch.distributed", "megatron.core.models.gpt", "torch.fx.experimental.symbolic_shapes")
@@ -147,6 +148,10 @@ def _host(job: Job, options: argparse.Namespace) -> int:
 def _torchrun_rank(job: Job, entry: str) -> int:
     """Be the rank that torchrun's environment names."""
     values = environment_values(_TORCHRUN)
+    if held := [name for name in _EVIDENCE if (Path(job.run_dir) / name).exists()]:
+        print(f"rlsp.worker: {job.run_dir} already holds a run's {' and '.join(held)};", file=sys.stderr)
+        print("  give the job a run_dir that does not exist: evidence is never replaced", file=sys.stderr)
+        return 2
     if faults := _torchrun_faults(values, job.config.world_size):
         print(
             "rlsp.worker: this is no torchrun environment for the job:", *faults, sep="\n  ", file=sys.stderr

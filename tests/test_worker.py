@@ -71,6 +71,22 @@ def test_what_is_no_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([str(tmp_path / "absent.json")]) == 2
 
 
+@pytest.mark.parametrize("held", ["VERDICT.json", "consistency.json"])
+def test_torchrun_never_replaces_a_runs_evidence(
+    make_job: MakeJob, capsys: pytest.CaptureFixture[str], held: str
+) -> None:
+    job = make_job()
+    path = write_job(job)
+    (Path(job.run_dir) / held).write_text("sealed")
+    before = sorted(Path(job.run_dir).rglob("*"))
+    assert main([str(path)]) == 2
+    assert f"already holds a run's {held}" in capsys.readouterr().err
+    assert (sorted(Path(job.run_dir).rglob("*")), (Path(job.run_dir) / held).read_text()) == (
+        before,
+        "sealed",
+    )
+
+
 def test_torchrun_runs_the_ranks_and_rank_0_writes_manifest_and_verdict(make_job: MakeJob) -> None:
     job = make_job()
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "rlsp.worker"]

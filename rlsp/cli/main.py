@@ -94,7 +94,7 @@ def _job(config: Config, run_dir: Path, run_id: str, overrides: Sequence[str]) -
         run_id=run_id,
         run_dir=str(run_dir),
         overrides=tuple(overrides),
-        command_line=tuple(sys.argv),
+        command_line=(Path(sys.argv[0]).name, *sys.argv[1:]),
         started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
     )
 
