@@ -48,6 +48,7 @@ def slice_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
 class _Pair(Function):
     @classmethod
     def on(cls, *args: Any) -> Tensor:
+        """Apply the function; torch's `apply` is untyped."""
         apply: Callable[..., Tensor] = cls.apply
         return apply(*args)
 
@@ -55,54 +56,64 @@ class _Pair(Function):
 class _GatherReduceScatter(_Pair):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        """Gather the slices."""
         ctx.group, ctx.dim = group, dim
         return gather(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Sum every rank's gradient in the tree and return the own slice."""
         return _summed(grads[0], lambda wide: reduce_scatter(wide, ctx.group, ctx.dim)), None, None
 
 
 class _ReduceScatterGather(_Pair):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        """Sum in the tree and return the own slice."""
         ctx.group, ctx.dim = group, dim
         return reduce_scatter(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Gather the slices' gradients."""
         return gather(grads[0], ctx.group, ctx.dim), None, None
 
 
 class _CopyAllReduce(_Pair):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        """Copy."""
         ctx.group = group
         return fresh(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Sum every rank's gradient in the tree."""
         return _summed(grads[0], lambda wide: all_reduce(wide, ctx.group)), None
 
 
 class _AllReduceCopy(_Pair):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        """Sum in the tree."""
         return all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Copy: every rank holds the sum's whole gradient."""
         return fresh(grads[0]), None
 
 
 class _SliceGather(_Pair):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        """Take the own slice."""
         ctx.group, ctx.dim = group, dim
         return scatter_slice(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Gather the slices' gradients."""
         return gather(grads[0], ctx.group, ctx.dim), None, None
 
 
