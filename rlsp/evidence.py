@@ -27,6 +27,7 @@ from rlsp.rl.batch import RolloutBatch
 from rlsp.rl.task import Task, Tokenizer
 from rlsp.rl.update import Step
 
+OTHER = "other"
 ROUTES = [f"{phase.value}.{operator.value}" for phase in Phase for operator in Operator]
 
 
@@ -103,7 +104,20 @@ class Evidence:
         self._config, self._mesh, self._models = job.config, mesh, models
         self._recorder = Recorder(job.run_dir) if mesh.world.index == 0 else None
         self._initial = weight_entries(models.trainer)
+        self._bound: list[int] | None = None
         self._started = time.monotonic()
+
+    def bind(self, batch: RolloutBatch, advantages: Tensor) -> None:
+        """Fix what the rollout recorded before training computes its own side; every rank calls it.
+
+        Raises:
+            DisagreementError: On every rank, naming the ranks that hold another batch or advantages.
+        """
+        self._bound = _fingerprint(batch, advantages)
+        mine = torch.tensor([self._bound], device=_device(self._models))
+        every = collectives.gather(mine, self._mesh.world).tolist()
+        if odd := [rank for rank, held in enumerate(every) if held != every[0]]:
+            raise DisagreementError(f"ranks {odd} hold another batch or other advantages than rank 0")
 
     def record(
         self,
@@ -129,10 +143,13 @@ class Evidence:
             watch: The rollout's clock so far.
 
         Raises:
-            DisagreementError: After the updates a rank holds other gradients, optimizer state or weights
-                than rank 0.
+            DisagreementError: The batch is not the one that was bound, or after the updates a rank holds
+                other gradients, optimizer state or weights than rank 0.
         """
         first, last = steps[0].forward, steps[-1]
+        agreed = self._bound == _fingerprint(batch, advantages)
+        if not agreed:
+            raise DisagreementError(f"rollout {index}: batch or advantages changed while training ran")
         after = [bits.digest(entries) for entries in (last.gradients, last.optimizer, last.weights)]
         self._same_everywhere(after)
         routes = self._routes()
@@ -153,7 +170,7 @@ class Evidence:
             declared_routes=dict.fromkeys(ROUTES, STRICT),
             cp_tokens=first.tokens_by_cp,
             tp_replicas_agree=first.replicas_agree,
-            ranks_agree=True,
+            ranks_agree=agreed,
             sequences=batch.tokens.shape[0],
             sources={"rollout": "decode", "train": "forward"},
         )
@@ -192,14 +209,16 @@ class Evidence:
             )
 
     def _routes(self) -> dict[str, dict[str, int]]:
-        """Return the calls of every rank since the last rollout, by operator and route."""
+        """Return every rank's calls since the last rollout, by operator: strict ones, and any others."""
         wirings = [m.wiring for m in (self._models.trainer, self._models.engine) if m is not None]
         counts = {name: calls for wiring in wirings for name, calls in wiring.take_counts().items()}
-        mine = torch.tensor(
-            [counts.get(name, {}).get(STRICT, 0) for name in ROUTES], device=_device(self._models)
-        )
-        total = collectives.sum_integers(mine, self._mesh.world).tolist()
-        return {name: {STRICT: calls} for name, calls in zip(ROUTES, total, strict=True)}
+        ran = [counts.get(name, {}) for name in ROUTES]
+        rows = [[calls.get(STRICT, 0), sum(calls.values()) - calls.get(STRICT, 0)] for calls in ran]
+        total = collectives.sum_integers(torch.tensor(rows, device=_device(self._models)), self._mesh.world)
+        return {
+            name: {STRICT: strict} | ({OTHER: other} if other else {})
+            for name, (strict, other) in zip(ROUTES, total.tolist(), strict=True)
+        }
 
     def _metrics(
         self,
@@ -240,6 +259,13 @@ class Evidence:
             "time/train_tokens_per_s": active * len(steps) / laps["time/train_s"],
             "memory/peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
+
+
+def _fingerprint(batch: RolloutBatch, advantages: Tensor) -> list[int]:
+    """Hash everything that the rollout hands to training."""
+    held = (batch.tokens, batch.active_mask, batch.lengths, batch.logp, batch.row_digest, advantages)
+    words: list[int] = torch.cat([bits.shard_hashes(x.unsqueeze(0)) for x in held]).flatten().tolist()
+    return words
 
 
 def _row(config: Config, rank: int, hashes: str) -> RankAgreement:

@@ -70,6 +70,7 @@ def live(job: Job, place: Place) -> None:
         board.phase(f"rollout {index}: scoring")
         rewards = _rewards(config, task, index, batch.responses(), mesh)
         advantages = group_advantages(rewards, config.samples_per_prompt)
+        evidence.bind(batch, advantages)
         watch.lap("time/reward_s")
 
         steps: list[Step] = []

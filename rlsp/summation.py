@@ -13,9 +13,9 @@ from rlsp import collectives
 from rlsp.groups import Group
 from rlsp.numerics.fixed import from_fixed, leaf_bound, to_fixed, vanished, within
 
-METRIC_LSB = 32
+METRIC_LSBS = (32, 8)
 METRIC_ADDENDS = 1 << 20  # of one metric and step, over all ranks, for which the sum cannot overflow
-METRIC_BOUND = leaf_bound(METRIC_LSB, METRIC_ADDENDS)
+METRIC_BOUND = leaf_bound(METRIC_LSBS[-1], METRIC_ADDENDS)
 
 
 class Span(Enum):
@@ -168,16 +168,26 @@ def _add_over(totals: list[Tensor], group: Group) -> None:
 def exact_sums(columns: list[Tensor], group: Group) -> list[float]:
     """Return the exact sum of each float tensor over its elements and all ranks of `group`, in one exchange.
 
-    Units are 2^-32, sums int64: metrics that no layout changes. A sum is NaN where an element is not finite,
-    or so large (1,024) that a million like it could overflow.
+    Sums are int64, in units of 2^-32 where every element is below 1,024 on every rank, else of 2^-8 (below
+    2^34): metrics that no layout changes. A sum is NaN where an element is not finite or larger still.
     """
-    broken = torch.stack([~within(x, METRIC_BOUND) for x in columns]).to(torch.int64)
-    totals = torch.stack([to_fixed(torch.nan_to_num(x, 0.0, 0.0, 0.0), METRIC_LSB).sum() for x in columns])
-    every = collectives.sum_integers(torch.cat((totals, broken)), group)
-    sums = (every[: len(columns)].to(torch.float64) * 2.0**-METRIC_LSB).tolist()
-    return [
-        math.nan if bad else value for value, bad in zip(sums, every[len(columns) :].tolist(), strict=True)
-    ]
+    parts = []
+    for lsb in METRIC_LSBS:
+        bound = leaf_bound(lsb, METRIC_ADDENDS)
+        parts.append(
+            torch.stack([to_fixed(torch.where(x.abs() < bound, x, 0.0), lsb).sum() for x in columns])
+        )
+        parts.append(torch.stack([~within(x, bound) for x in columns]).to(torch.int64))
+    every = collectives.sum_integers(torch.cat(parts), group).view(len(METRIC_LSBS), 2, len(columns)).tolist()
+    return [_first_whole([(total[i], broken[i]) for total, broken in every]) for i in range(len(columns))]
+
+
+def _first_whole(sums: list[tuple[int, int]]) -> float:
+    """Return the sum in the finest unit that every element fitted into, or NaN."""
+    for lsb, (total, broken) in zip(METRIC_LSBS, sums, strict=True):
+        if not broken:
+            return float(total) * 2.0**-lsb
+    return math.nan
 
 
 def gradient(item: TokenSum, active_tokens: int) -> Tensor:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rlsp.board import Board, Place
-from rlsp.config import DeviceKind, Job
+from rlsp.config import DeviceKind, Job, violations
 from rlsp.determinism import environment_switches, environment_values
 from rlsp.ending import Abort, RankError, conclude
 from rlsp.host import Host, die_with_parent, reset_signals
@@ -89,6 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         job = Job.from_json(options.job.read_text())
     except (OSError, ValueError) as error:
         print(f"{options.job}: not a job: {error}", file=sys.stderr)
+        return 2
+    if found := violations(job.config):
+        print(f"{options.job}: refused:", *map(str, found), sep="\n  ", file=sys.stderr)
         return 2
     if options.host and options.init_method is None:
         parser.error("--host needs --init-method, for instance file:///tmp/an-absent-file")

@@ -77,7 +77,7 @@ ILLEGAL: dict[str, tuple[Any, ...]] = {
     "task.reward": (nan, inf),
     "optimizer.beta1": FRACTION,
     "optimizer.beta2": FRACTION,
-    "optimizer.epsilon": POSITIVE,
+    "optimizer.epsilon": (*POSITIVE, 1e-300),
     "optimizer.weight_decay": NOT_NEGATIVE,
     "tracker.project": ("", "a/b", "a:b", "x" * 129),
     "tracker.entity": ("",),

@@ -96,6 +96,11 @@ def test_a_rank_may_add_no_leaves() -> None:
     assert not gradient(item, 0).any()
 
 
+def test_large_metrics_are_summed_exactly_in_a_coarser_unit() -> None:
+    values = torch.tensor([4548.25, -3.0e6, 0.5])
+    assert exact_sums([values, torch.tensor([0.125])], ALONE) == [4548.25 - 3.0e6 + 0.5, 0.125]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30, 2.0**17])
 def test_a_planted_breach_is_named(value: float) -> None:
     """24 leaves leave 2^(62 − 40 − 5) = 2^17 for each."""

@@ -144,6 +144,8 @@ def _sweep(composer: Composer, args: Namespace) -> int:
     finally:
         _remove_idle_sweep(sweep_dir, absent)
     jobs = [job for batch in batches for job in batch]
+    if not jobs:
+        raise RefusalError(["the sweep is empty: legal: values, ranges or globs that name at least one job"])
     statuses = [int(job.return_value) for job in jobs]
     if sweep_dir.is_dir():
         from rlsp.cli.sweep import conclude

@@ -40,6 +40,10 @@ Finite = Annotated[float, Rule("a finite number", isfinite)]
 NotNegative = Annotated[float, Rule("a finite number of at least 0", lambda v: isfinite(v) and v >= 0)]
 Positive = Annotated[float, Rule("a finite number above 0", lambda v: isfinite(v) and v > 0)]
 Grace = Annotated[float, Rule("a number above 0 and at most 6", lambda v: 0 < v <= 6)]
+Normal = Annotated[
+    float,
+    Rule("a finite number of at least 1.2e-38 (normal in float32)", lambda v: isfinite(v) and v >= 1.2e-38),
+]
 Fraction = Annotated[float, Rule("a number of at least 0 and below 1", lambda v: 0 <= v < 1)]
 Name = Annotated[
     str,

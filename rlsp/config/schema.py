@@ -18,6 +18,7 @@ from rlsp.config.rules import (
     GradLsb,
     Label,
     Name,
+    Normal,
     NotNegative,
     Positive,
     Project,
@@ -169,7 +170,7 @@ class OptimizerConfig:
     kind: OptimizerKind
     beta1: Fraction
     beta2: Fraction
-    epsilon: Positive
+    epsilon: Normal
     weight_decay: NotNegative
 
 

@@ -24,6 +24,10 @@ from rlsp.summation import Guard, exact_sums, gradient, reduce_sums
 METRICS = ("loss", "policy_loss", "kl", "entropy", "clip_fraction")
 
 
+class NonFiniteWeightsError(ArithmeticError):
+    """An optimizer step left infinite or undefined weights; the message names the tensors."""
+
+
 @dataclass(frozen=True)
 class Objective:
     """What is optimised: the coefficients of the loss and of the step, and the rollout's temperature."""
@@ -125,6 +129,7 @@ class Trainer:
 
         Raises:
             BoundBreachError: A gradient leaf was not finite or too large; on every rank.
+            NonFiniteWeightsError: The step left weights that are not finite; on every rank.
             ReplicaDriftError: Ranks of TP hold different bits of a gradient that they share; on all of them.
         """
         block = self.model.wiring.contract.block
@@ -142,6 +147,7 @@ class Trainer:
         clip = clip_coefficient(norm, self._objective.grad_clip)
         hashed = shard_entries(((name, *found) for name, found in named.items()), self._mesh.tp)
         self.optimizer.step(gradients, self._objective.learning_rate, clip)
+        self._require_finite_weights()
         return Step(
             forward=recorder.forward(self._layout, self._mesh),
             gradient_norm=norm,
@@ -152,6 +158,18 @@ class Trainer:
             optimizer=shard_entries(self.optimizer.named_state(), self._mesh.tp),
             weights=weight_entries(self.model),
         )
+
+    def _require_finite_weights(self) -> None:
+        """Stop every rank where the step left a master or a weight that is not finite.
+
+        Raises:
+            NonFiniteWeightsError: On every rank, naming the tensors.
+        """
+        held = [(name, weight, self.optimizer.masters[name]) for name, weight, _ in self.model.named_shards()]
+        finite = [weight.isfinite().all() & master.isfinite().all() for _, weight, master in held]
+        flags = collectives.max_integers((~torch.stack(finite)).to(torch.int64), self._mesh.world).tolist()
+        if bad := [name for (name, _, _), flag in zip(held, flags, strict=True) if flag]:
+            raise NonFiniteWeightsError(f"the step left weights that are not finite in: {', '.join(bad)}")
 
     def _micro_batches(self, batch: RolloutBatch) -> list[_Shard]:
         """Cut this DP rank's sequences into micro-batches of this CP rank's positions, padded inside."""
