@@ -1,4 +1,4 @@
-"""Faults planted in living ranks, not in their files: what the evidence says of them is measured and not declared."""
+"""Faults planted in living ranks, not in their files: what the evidence says of them is measured."""
 
 from __future__ import annotations
 
