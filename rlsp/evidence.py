@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import asdict
 from typing import Any
@@ -17,7 +18,7 @@ from rlsp.config import Config, Job
 from rlsp.groups import Mesh
 from rlsp.model.assemble import Models
 from rlsp.model.weights import weight_entries, weights_digest
-from rlsp.model.wiring import STRICT, Operator, Phase
+from rlsp.model.wiring import NATIVE, STRICT, Operator, Phase
 from rlsp.report.digests import RolloutDigests, UpdateDigests, shard_table
 from rlsp.report.manifest import RankAgreement, StartupFacts
 from rlsp.report.provenance import source_hash
@@ -27,7 +28,6 @@ from rlsp.rl.batch import RolloutBatch
 from rlsp.rl.task import Task, Tokenizer
 from rlsp.rl.update import Step
 
-OTHER = "other"
 ROUTES = [f"{phase.value}.{operator.value}" for phase in Phase for operator in Operator]
 
 
@@ -129,6 +129,7 @@ class Evidence:
         digests: tuple[str, str],
         versions: tuple[int, int],
         watch: Stopwatch,
+        correction: Mapping[str, float],
     ) -> None:
         """Write rollout `index`; every rank calls it.
 
@@ -141,6 +142,7 @@ class Evidence:
             digests: The trainer's and the engines' weights at dispatch.
             versions: Weight version of the engines, and of training at its first forward pass.
             watch: The rollout's clock so far.
+            correction: Metrics of the importance weights, by name; empty where there are none.
 
         Raises:
             DisagreementError: The batch is not the one that was bound, or after the updates a rank holds
@@ -167,7 +169,7 @@ class Evidence:
             updates=len(steps),
             learning_rate=self._config.learning_rate,
             routes=routes,
-            declared_routes=dict.fromkeys(ROUTES, STRICT),
+            declared_routes=self._config.numerics.routes.declared(),
             cp_tokens=first.tokens_by_cp,
             tp_replicas_agree=first.replicas_agree,
             ranks_agree=agreed,
@@ -177,7 +179,10 @@ class Evidence:
         watch.lap("time/evidence_s")
         if self._recorder is not None:
             tensors = _tensors(batch, rewards, advantages, steps[0])
-            metrics = self._metrics(batch, rewards, advantages, steps, versions, watch)
+            metrics = {
+                **self._metrics(batch, rewards, advantages, steps, versions, watch),
+                **correction,
+            }
             self._recorder.rollout(index, tensors, facts, metrics, digests=self._digests(index, steps))
 
     def _digests(self, index: int, steps: Ordered[Step]) -> RolloutDigests:
@@ -209,15 +214,15 @@ class Evidence:
             )
 
     def _routes(self) -> dict[str, dict[str, int]]:
-        """Return every rank's calls since the last rollout, by operator: strict ones, and any others."""
+        """Return every rank's calls since the last rollout, by operator and route."""
         wirings = [m.wiring for m in (self._models.trainer, self._models.engine) if m is not None]
         counts = {name: calls for wiring in wirings for name, calls in wiring.take_counts().items()}
         ran = [counts.get(name, {}) for name in ROUTES]
         rows = [[calls.get(STRICT, 0), sum(calls.values()) - calls.get(STRICT, 0)] for calls in ran]
         total = collectives.sum_integers(torch.tensor(rows, device=_device(self._models)), self._mesh.world)
         return {
-            name: {STRICT: strict} | ({OTHER: other} if other else {})
-            for name, (strict, other) in zip(ROUTES, total.tolist(), strict=True)
+            name: {route: n for route, n in zip((STRICT, NATIVE), calls, strict=True) if n}
+            for name, calls in zip(ROUTES, total.tolist(), strict=True)
         }
 
     def _metrics(

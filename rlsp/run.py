@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rlsp import collectives, determinism
 from rlsp.board import Place
-from rlsp.config import Config, DeviceKind, Job
+from rlsp.config import Config, CorrectionKind, DeviceKind, Job
 from rlsp.evidence import Evidence, Stopwatch, startup_facts
 from rlsp.groups import Ledger, Mesh, build_mesh
 from rlsp.model.assemble import Models, assemble
+from rlsp.model.compat import native_layers
 from rlsp.report import manifest
 from rlsp.rl.advantage import group_advantages
+from rlsp.rl.batch import RolloutBatch
+from rlsp.rl.correction import Correction, importance_weights
 from rlsp.rl.optimizer import AdamW, Hyperparameters
 from rlsp.rl.rollout.dispatch import Rollouts
 from rlsp.rl.rollout.native import NativeEngine, Sampling, Sequence
@@ -32,6 +37,12 @@ def run_rank(job: Job, place: Place) -> None:
 
 def live(job: Job, place: Place) -> None:
     """Run the algorithm in a process group that is already joined."""
+    strict = job.config.numerics.routes.strict
+    with nullcontext() if strict else native_layers(_device(job.config, place)):
+        _live(job, place)
+
+
+def _live(job: Job, place: Place) -> None:
     config, board = job.config, place.board
     mesh = build_mesh(
         config.layout, config.rollout_layout, place.rank, config.launch.timeout_s, Ledger(board)
@@ -52,8 +63,7 @@ def live(job: Job, place: Place) -> None:
     if place.rank == 0:
         manifest.add_startup(job.run_dir, facts)
     trainer = _trainer(config, models, mesh)
-    engine = None if models.engine is None else NativeEngine(models.engine, *_cache_shape(config))
-    rollouts = Rollouts(models.trainer, engine, config.rollout_layout, mesh, tokenizer.pad_id)
+    rollouts = _rollouts(config, models, mesh, tokenizer)
     evidence = Evidence(job, mesh, models)
     version = 0
     for index in range(config.num_rollouts):
@@ -73,18 +83,22 @@ def live(job: Job, place: Place) -> None:
         evidence.bind(batch, advantages)
         watch.lap("time/reward_s")
 
+        board.phase(f"rollout {index}: old policy")
+        old_logp, weighted, correction = _old_policy(config, trainer, batch, advantages)
+        watch.lap("time/old_logprob_s")
+
         steps: list[Step] = []
         versions = (rollouts.weight_version, version)
         for update in range(config.updates_per_rollout):
             board.phase(f"rollout {index}: update {update}, forward and backward")
-            steps.append(trainer.update(batch, advantages))
+            steps.append(trainer.update(batch, weighted, old_logp))
             version += 1
             for group in mesh.groups:
                 collectives.check_agreement(group)
         watch.lap("time/train_s")
 
         board.phase(f"rollout {index}: writing evidence")
-        evidence.record(index, batch, rewards, advantages, steps, digests, versions, watch)
+        evidence.record(index, batch, rewards, advantages, steps, digests, versions, watch, correction)
     board.phase("done")
 
 
@@ -140,6 +154,29 @@ def _rewards(config: Config, task: Task, rollout: int, responses: list[list[int]
     return collectives.broadcast(scores, mesh.world, source=0).tolist()
 
 
+def _old_policy(
+    config: Config, trainer: Trainer, batch: RolloutBatch, advantages: Tensor
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Return the old policy's log-probabilities, advantages weighed by importance ratios, and metrics.
+
+    They are the rollout's own, or those of a forward pass before the first update.
+    """
+    old_logp = batch.logp if config.reuse_rollout_logprob else trainer.score(batch)
+    if config.correction.kind is CorrectionKind.none:
+        return old_logp, advantages, {}
+    kind, bounds = Correction(config.correction.kind.value), config.correction
+    found = importance_weights(
+        old_logp, batch.logp, batch.active_mask, kind, upper=bounds.upper, lower=bounds.lower
+    )
+    active = max(batch.active_tokens, 1)
+    metrics = {
+        "train/is_weight_mean": float(found.weight.sum(dtype=torch.float64)) / active,
+        "train/is_weight_max": float(found.weight.max()),
+        "train/is_cut_fraction": float(found.cut.sum()) / active,
+    }
+    return old_logp, advantages.unsqueeze(1) * found.weight, metrics
+
+
 def _trainer(config: Config, models: Models, mesh: Mesh) -> Trainer:
     """Wire the policy to its optimizer and objective."""
     optimizer = config.optimizer
@@ -156,6 +193,12 @@ def _trainer(config: Config, models: Models, mesh: Mesh) -> Trainer:
     return Trainer(
         models.trainer, models.reference, AdamW(models.trainer, hyper), mesh, config.layout, objective
     )
+
+
+def _rollouts(config: Config, models: Models, mesh: Mesh, tokenizer: CharacterTokenizer) -> Rollouts:
+    """Put the engine, where this rank has one, to work for its group."""
+    engine = None if models.engine is None else NativeEngine(models.engine, *_cache_shape(config))
+    return Rollouts(models.trainer, engine, config.rollout_layout, mesh, tokenizer.pad_id)
 
 
 def _cache_shape(config: Config) -> tuple[int, int, int]:

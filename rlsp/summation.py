@@ -146,6 +146,8 @@ def reduce_sums(sums: list[TokenSum], tokens: Group, world: Group) -> float:
         The share of nonzero leaf elements that rounded to zero, over all ranks; the same in every layout.
     """
     first_of_tp = world.ranks[0] in tokens.ranks
+    if not sums:
+        return 0.0
     counts = torch.zeros_like(sums[0].counts)
     for item in sums:
         if first_of_tp or not item.replicated:

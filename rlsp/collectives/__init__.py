@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from rlsp.collectives.autograd import all_reduce_copy, copy_ar, gather_rs, reduce_scatter_g, slice_gather
 from rlsp.collectives.moves import all_to_all, broadcast, gather, gather_many, scatter_slice
-from rlsp.collectives.sums import all_reduce, max_integers, reduce_scatter, sum_integers
+from rlsp.collectives.sums import (
+    all_reduce,
+    backend_all_reduce,
+    max_integers,
+    reduce_scatter,
+    sum_integers,
+)
 from rlsp.collectives.wire import check_agreement
 from rlsp.groups import CollectiveError
 
@@ -19,6 +25,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_copy",
     "all_to_all",
+    "backend_all_reduce",
     "broadcast",
     "check_agreement",
     "copy_ar",

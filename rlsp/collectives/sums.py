@@ -93,6 +93,22 @@ def sum_integers(x: Tensor, group: Group) -> Tensor:
     return _reduce(call, x, _integer_sum)
 
 
+def backend_all_reduce(x: Tensor, group: Group) -> Tensor:
+    """Sum floats over the ranks by the backend's own all-reduce, in an order that nobody states.
+
+    For native routes alone: the bits depend on the group's size and the backend's algorithm.
+
+    Returns:
+        Same shape and dtype, contiguous; the same bits on every rank where the backend keeps to that.
+    """
+    check_tensor("backend_all_reduce", x, group)
+    call = enter("backend_all_reduce", group, describe(x))
+    total = fresh(x)
+    if group.size > 1:
+        add_in_place(call, total)
+    return total
+
+
 def max_integers(x: Tensor, group: Group) -> Tensor:
     """Return the elementwise maximum of int32 or int64 over the ranks: same shape and dtype, contiguous."""
     _check_addend("max_integers", x, group, _INTEGERS)

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 
 from rlsp.config.plain import leaf_kinds, legal_text, rule_of
 from rlsp.config.rules import Violation
-from rlsp.config.schema import Config, DeviceKind
+from rlsp.config.schema import Config, CorrectionKind, DeviceKind
 
 SMALL_PRODUCT = 4096
 """A matrix product of M·N·K up to this is left to another kernel, with other bits (NUMERICS §1.1, rule 1)."""
@@ -174,6 +174,21 @@ CROSS_RULES = (
         lambda c: (
             f"a power of two with q_block · k_block · head_dim {c.model.head_dim} above {SMALL_PRODUCT}"
         ),
+    ),
+    CrossRule(
+        ("correction.kind", "numerics.routes.attention", "numerics.routes.ffn", "numerics.routes.logp"),
+        lambda c: c.correction.kind is CorrectionKind.none or not c.numerics.routes.strict,
+        lambda _: "none (every route is strict, so all importance ratios are 1)",
+    ),
+    CrossRule(
+        ("correction.kind", "reuse_rollout_logprob"),
+        lambda c: c.correction.kind is CorrectionKind.none or not c.reuse_rollout_logprob,
+        lambda _: "none with reuse_rollout_logprob=true (the loss's own ratio has the correction in it)",
+    ),
+    CrossRule(
+        ("correction.lower", "correction.upper"),
+        lambda c: c.correction.lower < c.correction.upper,
+        lambda c: f"a number of at least 0 and below correction.upper={c.correction.upper}",
     ),
     CrossRule(
         ("device.backend", "device.kind"),

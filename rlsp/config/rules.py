@@ -55,6 +55,13 @@ Name = Annotated[
 Project = Annotated[str, Rule("1 to 128 characters without / \\ # ? % :", _matches(r"[^/\\#?%:\n]{1,128}"))]
 Label = Annotated[str, Rule("1 to 128 characters", _matches(r".{1,128}"))]
 Tag = Annotated[str, Rule("1 to 64 characters", _matches(r".{1,64}"))]
+Route = Annotated[
+    str,
+    Rule(
+        "strict or native, for both sides; or training/rollout: strict/native, native/strict",
+        _matches(r"(strict|native)(/(strict|native))?"),
+    ),
+]
 Resume = Annotated[str, Rule("null (resuming a run is not supported yet)", lambda _: False)]
 
 

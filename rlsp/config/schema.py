@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_type_hints
 
 from rlsp.config.plain import read_plain, to_plain
 from rlsp.config.rules import (
@@ -23,6 +23,7 @@ from rlsp.config.rules import (
     Positive,
     Project,
     Resume,
+    Route,
     Seed,
     Tag,
     Threads,
@@ -73,10 +74,14 @@ class TaskKind(Enum):
     constant = "constant"
 
 
-class NumericsMode(Enum):
-    """Which arithmetic the run declares."""
+class CorrectionKind(Enum):
+    """How the loss makes up for a rollout that computed other log-probabilities than training."""
 
-    strict = "strict"
+    none = "none"
+    token_tis = "token_tis"
+    sequence_tis = "sequence_tis"
+    token_mis = "token_mis"
+    sequence_mis = "sequence_mis"
 
 
 class OptimizerKind(Enum):
@@ -128,10 +133,34 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
+class RoutesConfig:
+    """Declare whose arithmetic each operator runs by: rlsp's contract (strict) or the backend's (native)."""
+
+    attention: Route
+    ffn: Route
+    logp: Route
+
+    def declared(self) -> dict[str, str]:
+        """Return the route of every operator on both sides: `train.attention` to `rollout.logp`."""
+        pairs = {"attention": self.attention, "ffn": self.ffn, "logp": self.logp}
+        sides = {"train": 0, "rollout": -1}
+        return {
+            f"{side}.{operator}": route.split("/")[place]
+            for side, place in sides.items()
+            for operator, route in pairs.items()
+        }
+
+    @property
+    def strict(self) -> bool:
+        """Tell whether no route is native: only then do the bits not depend on the layout."""
+        return set(self.declared().values()) == {"strict"}
+
+
+@dataclass(frozen=True)
 class NumericsConfig:
     """Fix the numeric contract: blocks in tokens, row_tile in rows, gradient sums in units of 2^-grad_lsb."""
 
-    mode: NumericsMode
+    routes: RoutesConfig
     virtual_tp: Width
     token_block: Width
     q_block: Width
@@ -139,6 +168,18 @@ class NumericsConfig:
     row_tile: Tile
     grad_lsb: GradLsb
     threads: Threads
+
+
+@dataclass(frozen=True)
+class CorrectionConfig:
+    """Weigh the loss by importance ratios, training over rollout, cut at `upper` or dropped outside.
+
+    `lower` is the least ratio that the masked kinds keep.
+    """
+
+    kind: CorrectionKind
+    upper: Positive
+    lower: NotNegative
 
 
 @dataclass(frozen=True)
@@ -213,6 +254,7 @@ class Config:
     entropy_coef: NotNegative
     temperature: Positive
     grad_clip: NotNegative
+    reuse_rollout_logprob: bool
     resume: Resume | None
     model: ModelConfig
     parallel: ParallelConfig
@@ -221,6 +263,7 @@ class Config:
     task: TaskConfig
     device: DeviceConfig
     optimizer: OptimizerConfig
+    correction: CorrectionConfig
     tracker: TrackerConfig
     launch: LaunchConfig
 
@@ -277,11 +320,17 @@ def register_schema() -> None:
 
 
 def _thaw(node: DictConfig) -> None:
-    """Lift the read-only flag that a frozen dataclass leaves, so that YAML can fill the node in."""
+    """Lift the read-only flag that a frozen dataclass leaves, so that YAML can fill the node in.
+
+    A section of a section is made here: OmegaConf would make it, read-only, as the first value arrives.
+    """
     from omegaconf import DictConfig, OmegaConf
 
     OmegaConf.set_readonly(node, None)
-    for key in node:
-        child = node._get_node(key)
-        if isinstance(child, DictConfig):
+    for name, kind in get_type_hints(OmegaConf.get_type(node) or object).items():
+        if is_dataclass(kind):
+            if OmegaConf.is_missing(node, name):
+                node[name] = OmegaConf.structured(kind)
+            child = node._get_node(name)
+            assert isinstance(child, DictConfig)
             _thaw(child)

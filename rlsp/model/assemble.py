@@ -63,7 +63,10 @@ def assemble(config: Config, mesh: Mesh, device: torch.device) -> Models:
     wanted = wanted_products(config.model, contract, shards)
     certificate = certify(leaf, wanted, contract.token_block, torch.get_num_threads(), device=device)
     products = leaf.certified(certificate.wide)
-    training = Wiring(Phase.TRAIN, contract, products, mesh.tp, mesh.cp, config.layout.sequence_parallel)
+    routes = config.numerics.routes.declared()
+    training = Wiring(
+        Phase.TRAIN, contract, products, mesh.tp, mesh.cp, config.layout.sequence_parallel, routes
+    )
     trainer = build_model(config.model, training, device)
     initialize(trainer, config.seed, config.model.init_std, config.model.num_layers)
     reference = None
@@ -74,7 +77,7 @@ def assemble(config: Config, mesh: Mesh, device: torch.device) -> Models:
     if mesh.rollout_tp is not None:
         alone = Group("rollout_cp", (mesh.world.rank,), 0)
         generating = Wiring(
-            Phase.ROLLOUT, contract, products, mesh.rollout_tp, alone, sequence_parallel=False
+            Phase.ROLLOUT, contract, products, mesh.rollout_tp, alone, sequence_parallel=False, routes=routes
         )
         engine = build_model(config.model, generating, device).requires_grad_(False)
     return Models(trainer, reference, engine, contract, certificate)

@@ -104,8 +104,11 @@ class CoreAttention(nn.Module):
             raise ValueError(
                 "rlsp's core attention is causal and takes positions from a Channel: no mask and no packing"
             )
+        return self.attend(query, key, value, packed_seq_params)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, channel: Channel) -> Tensor:
+        """Rotate and attend; the arguments and the result are those of `forward`."""
         self.wiring.count(Operator.ATTENTION)
-        channel = packed_seq_params
         cosine, sine = (x.unsqueeze(2) for x in rotary_table(channel.positions, self.head_dim, self.base))
         query, key = (Rotate.on(x, cosine, sine, value.dtype) for x in (query, key))
         if channel.cache is not None:

@@ -24,11 +24,22 @@ from rlsp.model.activation import SwiGLU, residual_add
 from rlsp.model.attention import Channel, CoreAttention
 from rlsp.model.compat import lone_group
 from rlsp.model.embedding import LanguageModelEmbedding
-from rlsp.model.gradients import ExactParameter
-from rlsp.model.head import OutputLayer, Vocabulary
+from rlsp.model.gradients import ExactParameter, NativeParameter, Weight
+from rlsp.model.head import OutputLayer, TokenScores, Vocabulary, score_tokens
 from rlsp.model.linear import ColumnParallelLinear, RowParallelLinear
+from rlsp.model.native import (
+    NativeColumnParallelLinear,
+    NativeHeadRMSNorm,
+    NativeLanguageModelEmbedding,
+    NativeOutputLayer,
+    NativeRMSNorm,
+    NativeRowParallelLinear,
+    NativeSwiGLU,
+)
+from rlsp.model.native_attention import NativeCoreAttention
+from rlsp.model.native_head import native_scores
 from rlsp.model.norm import HeadRMSNorm, RMSNorm
-from rlsp.model.wiring import Wiring
+from rlsp.model.wiring import Operator, Wiring
 from rlsp.summation import Guard, TokenSum
 
 _SHARD_DIMS = 3  # [V_local, N, K]: virtual shards of a matrix
@@ -73,29 +84,40 @@ class PolicyModel(nn.Module):
         logits: Tensor = self.gpt.output_layer(hidden, weight=weight)[0]
         return logits
 
-    def named_shards(self) -> Iterator[tuple[str, ExactParameter, bool]]:
+    def scores(self, logits: Tensor, targets: Tensor, temperature: float) -> TokenScores:
+        """Return the targets' scores by the declared route; `head.score_tokens` says what they are."""
+        score = native_scores if self.wiring.native(Operator.LOGP) else score_tokens
+        return score(logits, targets, temperature, self.vocabulary, self.wiring)
+
+    def named_shards(self) -> Iterator[tuple[str, Weight, bool]]:
         """Yield (name, parameter, sharded) in name order; sharded is [V_local, ...], else all have a copy.
 
         Raises:
             TypeError: A module outside rlsp brought a parameter, whose gradient nobody would sum.
         """
         for name, parameter in sorted(self.gpt.named_parameters()):
-            if not isinstance(parameter, ExactParameter):
-                raise TypeError(f"{name} has no exact gradient: only rlsp's own modules may bring parameters")
+            if not isinstance(parameter, ExactParameter | NativeParameter):
+                raise TypeError(
+                    f"{name} has no gradient of ours: only rlsp's own modules may bring parameters"
+                )
             yield name, parameter, parameter.dim() == _SHARD_DIMS
 
     def attach_sums(self, guard: Guard) -> list[TokenSum]:
-        """Give every parameter its exact accumulator and return them in name order.
+        """Give every parameter its accumulator and return the exact ones in name order.
 
         `guard` learns the name of everything that a backward pass will note, here or on another rank.
         """
         lsb = self.wiring.contract.grad_lsb
         sums = []
         for name, parameter, _ in self.named_shards():
+            if isinstance(parameter, NativeParameter):
+                parameter.attach()
+                continue
             parameter.token_sum = TokenSum(name, parameter, parameter.rule, lsb, guard)
             sums.append(parameter.token_sum)
-        for layer in self.gpt.decoder.layers:
-            guard.expect(layer.self_attention.core_attention.leaves_name, sums[0].total.device)
+        if not self.wiring.native(Operator.ATTENTION):
+            for layer in self.gpt.decoder.layers:
+                guard.expect(layer.self_attention.core_attention.leaves_name, self.vocabulary.valid.device)
         return sums
 
 
@@ -114,17 +136,18 @@ def build_model(shape: ModelConfig, wiring: Wiring, device: torch.device) -> Pol
     )
     gpt = GPTModel(
         config=config,
-        transformer_layer_spec=_block(shape.num_layers),
+        transformer_layer_spec=_block(shape.num_layers, wiring),
         vocab_size=wiring.contract.padded_vocab,
         max_sequence_length=1 << 20,
         position_embedding_type="none",
         share_embeddings_and_output_weights=shape.tie_embeddings,
         pg_collection=groups,
     )
-    gpt.embedding = LanguageModelEmbedding(config, wiring.contract.padded_vocab, shape.hidden_size)
-    gpt.output_layer = OutputLayer(
-        config, wiring.contract.padded_vocab, shape.hidden_size, shape.tie_embeddings
-    )
+    native = wiring.native(Operator.LOGP)
+    embedding = NativeLanguageModelEmbedding if native else LanguageModelEmbedding
+    head = NativeOutputLayer if native else OutputLayer
+    gpt.embedding = embedding(config, wiring.contract.padded_vocab, shape.hidden_size)
+    gpt.output_layer = head(config, wiring.contract.padded_vocab, shape.hidden_size, shape.tie_embeddings)
     gpt.setup_embeddings_and_output_layer()
     for layer in gpt.decoder.layers:
         agree_on_sequence_parallelism(layer.self_attention.linear_qkv, layer.self_attention.linear_proj)
@@ -209,30 +232,42 @@ def _megatron_config(shape: ModelConfig, wiring: Wiring) -> RlspTransformerConfi
     )
 
 
-def _block(num_layers: int) -> TransformerBlockSubmodules:
-    """Return a spec for each layer: Megatron-Core 0.19 rewrites the MLP's in place."""
-    return TransformerBlockSubmodules(layer_specs=[_layer() for _ in range(num_layers)], layer_norm=RMSNorm)
+def _block(num_layers: int, wiring: Wiring) -> TransformerBlockSubmodules:
+    """Return a spec for each layer: Megatron-Core 0.19 rewrites the MLP's in place.
 
-
-def _layer() -> ModuleSpec:
-    """Return one Qwen3 layer: pre-norm attention with QK-norm, pre-norm SwiGLU."""
-    attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
-        core_attention=CoreAttention,
-        linear_proj=RowParallelLinear,
-        q_layernorm=HeadRMSNorm,
-        k_layernorm=HeadRMSNorm,
+    An operator's norm goes with it, and the vocabulary's operators (embedding, final norm, head) go together:
+    a tied weight has one gradient.
+    """
+    final_norm = NativeRMSNorm if wiring.native(Operator.LOGP) else RMSNorm
+    return TransformerBlockSubmodules(
+        layer_specs=[_layer(wiring) for _ in range(num_layers)], layer_norm=final_norm
     )
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU)
+
+
+def _layer(wiring: Wiring) -> ModuleSpec:
+    """Return one Qwen3 layer: pre-norm attention with QK-norm, pre-norm SwiGLU, each by its route."""
+    native_attention, native_ffn = wiring.native(Operator.ATTENTION), wiring.native(Operator.FFN)
+    attention = SelfAttentionSubmodules(
+        linear_qkv=NativeColumnParallelLinear if native_attention else ColumnParallelLinear,
+        core_attention=NativeCoreAttention if native_attention else CoreAttention,
+        linear_proj=NativeRowParallelLinear if native_attention else RowParallelLinear,
+        q_layernorm=NativeHeadRMSNorm if native_attention else HeadRMSNorm,
+        k_layernorm=NativeHeadRMSNorm if native_attention else HeadRMSNorm,
+    )
+    mlp = MLPSubmodules(
+        linear_fc1=NativeColumnParallelLinear if native_ffn else ColumnParallelLinear,
+        linear_fc2=NativeRowParallelLinear if native_ffn else RowParallelLinear,
+        activation_func=NativeSwiGLU if native_ffn else SwiGLU,
+    )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=NativeRMSNorm if native_attention else RMSNorm,
             self_attention=ModuleSpec(
                 module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
             ),
             self_attn_bda=residual_add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=NativeRMSNorm if native_ffn else RMSNorm,
             mlp=ModuleSpec(module=MLP, submodules=mlp),
             mlp_bda=residual_add,
         ),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlsp import collectives
-from rlsp.model.gradients import Differentiable, exact_parameter
+from rlsp.model.gradients import Differentiable, Weight, exact_parameter
 from rlsp.model.wiring import Wiring
 from rlsp.summation import Rule, Span
 
@@ -26,8 +26,11 @@ class VocabParallelEmbedding(nn.Module):
             padded_vocab // wiring.contract.virtual_tp,
             hidden_size,
         )
+        self.weight = self._allocate(shape, config.params_dtype)
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
         # A tied head adds leaves of token_block tokens to the same sum; block=1 is the stricter bound.
-        self.weight = exact_parameter(shape, config.params_dtype, Rule(Span.TOKENS, block=1))
+        return exact_parameter(shape, dtype, Rule(Span.TOKENS, block=1))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return [s(/tp), b, H] for tokens int64 [b, s]."""
@@ -38,10 +41,12 @@ class VocabParallelEmbedding(nn.Module):
 class LanguageModelEmbedding(nn.Module):
     """Stand in for Megatron-Core's class of this name: same attributes, no position embedding, no dropout."""
 
+    words: type[VocabParallelEmbedding] = VocabParallelEmbedding
+
     def __init__(self, config: Any, padded_vocab: int, hidden_size: int) -> None:
         """Make the word embedding."""
         super().__init__()
-        self.word_embeddings = VocabParallelEmbedding(config, padded_vocab, hidden_size)
+        self.word_embeddings = self.words(config, padded_vocab, hidden_size)
         self.scatter_to_sequence_parallel = True
         self.reduce_scatter_embeddings = False
 
@@ -57,7 +62,7 @@ class _Lookup(Differentiable):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, wiring: Wiring) -> Tensor:
         """Look up owned rows, sum over TP in float32 (one nonzero addend: exact)."""
-        index, owned = _owned(tokens.t().contiguous(), weight, wiring)
+        index, owned = owned_rows(tokens.t().contiguous(), weight, wiring)
         ctx.save_for_backward(index, owned, weight)
         ctx.wiring = wiring
         table = weight.view(-1, weight.shape[-1])
@@ -78,7 +83,7 @@ class _Lookup(Differentiable):
         return None, None, None
 
 
-def _owned(tokens: Tensor, weight: Tensor, wiring: Wiring) -> tuple[Tensor, Tensor]:
+def owned_rows(tokens: Tensor, weight: Tensor, wiring: Wiring) -> tuple[Tensor, Tensor]:
     """Return each token's local row (0 where another rank owns it) and whether this rank owns it."""
     rows = weight.shape[0] * weight.shape[1]
     local = tokens - wiring.tp.index * rows

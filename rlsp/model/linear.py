@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rlsp import collectives
-from rlsp.model.gradients import Differentiable, ExactParameter, exact_parameter
+from rlsp.model.gradients import Differentiable, ExactParameter, Weight, exact_parameter
 from rlsp.model.wiring import Wiring
 from rlsp.numerics.tree import tree_sum
 from rlsp.summation import Rule, Span
@@ -32,8 +33,11 @@ class ShardedLinear(nn.Module):
                 "an rlsp model keeps its own collectives: tp_group must be the group it was built with"
             )
         self.sequence_parallel = self.wiring.sequence_parallel
+        self.weight = self._allocate(shape, config.params_dtype)
+
+    def _allocate(self, shape: tuple[int, int, int], dtype: torch.dtype) -> Weight:
         rule = Rule(Span.TOKENS, self.wiring.contract.token_block)
-        self.weight = exact_parameter(shape, config.params_dtype, rule)
+        return exact_parameter(shape, dtype, rule)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Return nothing: Megatron-Core 0.16's MLP asks every child."""

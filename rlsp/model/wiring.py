@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -27,6 +28,7 @@ class Operator(Enum):
 
 
 STRICT = "strict"
+NATIVE = "native"
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Wiring:
         tp: The tensor-parallel group of this model.
         cp: The context-parallel group (of one in the rollout).
         sequence_parallel: Whether the residual stream is sharded over `tp` along the sequence.
+        routes: The declared route of every operator and phase (`train.attention`); strict where absent.
         calls: Calls counted so far by (operator, route), shared with every copy of this object.
     """
 
@@ -49,7 +52,12 @@ class Wiring:
     tp: Group
     cp: Group
     sequence_parallel: bool
+    routes: Mapping[str, str] = field(default_factory=dict)
     calls: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False)
+
+    def native(self, operator: Operator) -> bool:
+        """Tell whether an operator's declared route on this side is the backend's."""
+        return self.routes.get(f"{self.phase.value}.{operator.value}", STRICT) == NATIVE
 
     def count(self, operator: Operator, route: str = STRICT) -> None:
         """Count one executed call of an operator's route."""

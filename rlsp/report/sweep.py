@@ -183,7 +183,8 @@ def _groups(read: Iterable[tuple[SweepJob, Mapping[str, Any]]]) -> tuple[SweepGr
 
 def _promises(settings: Mapping[str, Any]) -> bool:
     """Tell whether jobs with these settings promise the same bits."""
-    return settings.get("numerics.mode") == "strict" and settings.get("rollout.engine") == "native"
+    routes = [value for key, value in settings.items() if key.startswith("numerics.routes.")]
+    return set(routes) == {"strict"} and settings.get("rollout.engine") == "native"
 
 
 def _group(key: str, jobs: Sequence[SweepJob], settings: dict[str, Any], judged: bool) -> SweepGroup:

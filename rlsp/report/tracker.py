@@ -272,7 +272,7 @@ def _tags(job: Job) -> list[str]:
         config.model.name,
         config.model.dtype.name,
         config.device.backend,
-        config.numerics.mode.name,
+        "strict" if config.numerics.routes.strict else "native",
     ]
     return [tag[:_MAX_TAG] for tag in dict.fromkeys(found)]
 

@@ -12,16 +12,16 @@ from rlsp.groups import Mesh
 from rlsp.layout import Layout, assign_sequences, padded_length
 from rlsp.model.attention import Channel
 from rlsp.model.build import PolicyModel
-from rlsp.model.head import TokenScores, score_tokens
+from rlsp.model.gradients import NativeParameter
+from rlsp.model.head import TokenScores
 from rlsp.model.weights import Entry, shard_entries, weight_entries
 from rlsp.numerics.fixed import leaf_bound
 from rlsp.rl.batch import RolloutBatch
+from rlsp.rl.forward import Forward, ForwardRecorder, Shard
 from rlsp.rl.loss import token_loss
 from rlsp.rl.optimizer import AdamW, clip_coefficient, gradient_norm
 from rlsp.sequence import local_positions
-from rlsp.summation import Guard, exact_sums, gradient, reduce_sums
-
-METRICS = ("loss", "policy_loss", "kl", "entropy", "clip_fraction")
+from rlsp.summation import Guard, Span, gradient, reduce_sums
 
 
 class NonFiniteWeightsError(ArithmeticError):
@@ -42,24 +42,6 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class Forward:
-    """What training computed for every token of the batch, on every rank.
-
-    Attributes:
-        logp: float32 [N, S]; entry t belongs to token t, 0 where inactive, NaN where an active token was
-            not covered.
-        row_digest: int64 [N, S].
-        tokens_by_cp: Active tokens that each CP shard computed.
-        replicas_agree: Whether all TP ranks of each (dp, cp) hold the same bits.
-    """
-
-    logp: Tensor
-    row_digest: Tensor
-    tokens_by_cp: tuple[int, ...]
-    replicas_agree: bool
-
-
-@dataclass(frozen=True)
 class Step:
     """One update's outcome, the same on every rank and in every layout.
 
@@ -67,7 +49,7 @@ class Step:
         forward: What the forward pass computed.
         gradient_norm: Before clipping.
         clip: The factor that the gradients were scaled by.
-        metrics: Means over all active tokens, by METRICS.
+        metrics: Means over all active tokens, by `forward.METRICS`.
         vanished_fraction: Of the gradients' nonzero leaf elements, the part that the unit of the exact sums
             rounded to zero.
         gradients: Hashes of the gradients before clipping (`model.weights.shard_entries`).
@@ -83,27 +65,6 @@ class Step:
     gradients: list[Entry]
     optimizer: list[Entry]
     weights: list[Entry]
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """A micro-batch as this rank sees it: rows of the batch, own positions, and what stands there.
-
-    Attributes:
-        rows: int64 [b], rows of the batch.
-        positions: int64 [s], this CP rank's positions.
-        tokens: int64 [b, s].
-        targets: int64 [b, s], the tokens that follow.
-        active: bool [b, s], whether the target counts.
-        bound: Magnitude below which attention's gradient leaves must stay, the same in every layout.
-    """
-
-    rows: Tensor
-    positions: Tensor
-    tokens: Tensor
-    targets: Tensor
-    active: Tensor
-    bound: float
 
 
 class Trainer:
@@ -123,9 +84,29 @@ class Trainer:
         self._mesh, self._layout, self._objective = mesh, layout, objective
         self._guard = Guard()
         self._sums = model.attach_sums(self._guard)
+        self._natives = [
+            (name, weight) for name, weight, _ in model.named_shards() if isinstance(weight, NativeParameter)
+        ]
 
-    def update(self, batch: RolloutBatch, advantages: Tensor) -> Step:
-        """Take one optimizer step on `batch`, with one advantage a sequence, float32 [N].
+    @torch.no_grad()
+    def score(self, batch: RolloutBatch) -> Tensor:
+        """Return the log-probabilities of the policy as it is, float32 [N, S], 0 where inactive.
+
+        A forward pass of its own: what frameworks call recomputing the old policy's log-probabilities.
+        """
+        recorder = ForwardRecorder(batch)
+        for shard in self._micro_batches(batch):
+            recorder.note(shard, self._score(self.model, shard), ())
+        return recorder.forward(self._layout, self._mesh).logp
+
+    def update(self, batch: RolloutBatch, advantages: Tensor, old_logp: Tensor | None = None) -> Step:
+        """Take one optimizer step on `batch`.
+
+        Args:
+            batch: The rollout.
+            advantages: float32, one a sequence [N] or one a token [N, S].
+            old_logp: Log-probabilities of the policy that the ratio divides by, float32 [N, S]; None for what
+                the rollout recorded.
 
         Raises:
             BoundBreachError: A gradient leaf was not finite or too large; on every rank.
@@ -136,12 +117,15 @@ class Trainer:
         leaf_tokens = int((-(-batch.lengths // block) * block).sum())
         for item in self._sums:
             item.begin(leaf_tokens)
-        recorder = _Recorder(batch)
+        for _, weight in self._natives:
+            weight.main_grad.zero_()
+        recorder = ForwardRecorder(batch)
         for shard in self._micro_batches(batch):
-            self._accumulate(shard, batch, advantages, recorder)
+            self._accumulate(shard, batch, _by_token(advantages, batch), old_logp, recorder)
         self._guard.settle(self._mesh.world)
         vanished = reduce_sums(self._sums, self._mesh.token, self._mesh.world)
         gradients = {item.name: gradient(item, batch.active_tokens) for item in self._sums}
+        gradients |= self._native_gradients(batch.active_tokens)
         named = {name: (gradients[name], sharded) for name, _, sharded in self.model.named_shards()}
         norm = gradient_norm(named, self._mesh.tp)
         clip = clip_coefficient(norm, self._objective.grad_clip)
@@ -159,6 +143,15 @@ class Trainer:
             weights=weight_entries(self.model),
         )
 
+    def _native_gradients(self, active_tokens: int) -> dict[str, Tensor]:
+        """Return the gradients of native routes' weights, summed over ranks by the backend, by name."""
+        groups = {Span.TOKENS: self._mesh.token, Span.WORLD: self._mesh.world}
+        return {
+            name: collectives.backend_all_reduce(weight.main_grad, groups[weight.span])
+            / max(active_tokens, 1)
+            for name, weight in self._natives
+        }
+
     def _require_finite_weights(self) -> None:
         """Stop every rank where the step left a master or a weight that is not finite.
 
@@ -171,7 +164,7 @@ class Trainer:
         if bad := [name for (name, _, _), flag in zip(held, flags, strict=True) if flag]:
             raise NonFiniteWeightsError(f"the step left weights that are not finite in: {', '.join(bad)}")
 
-    def _micro_batches(self, batch: RolloutBatch) -> list[_Shard]:
+    def _micro_batches(self, batch: RolloutBatch) -> list[Shard]:
         """Cut this DP rank's sequences into micro-batches of this CP rank's positions, padded inside."""
         contract, layout = self.model.wiring.contract, self._layout
         mine = assign_sequences(batch.lengths.tolist(), layout.dp)[self._mesh.dp.index]
@@ -187,12 +180,17 @@ class Trainer:
             active = _padded(batch.active_mask[rows], length + 1)
             after = positions + 1
             shards.append(
-                _Shard(rows, positions, tokens[:, positions], tokens[:, after], active[:, after], bound)
+                Shard(rows, positions, tokens[:, positions], tokens[:, after], active[:, after], bound)
             )
         return shards
 
     def _accumulate(
-        self, shard: _Shard, batch: RolloutBatch, advantages: Tensor, recorder: _Recorder
+        self,
+        shard: Shard,
+        batch: RolloutBatch,
+        advantages: Tensor,
+        old_logp: Tensor | None,
+        recorder: ForwardRecorder,
     ) -> None:
         """Run one micro-batch forward and backward; the backward seed is d(sum over tokens)."""
         objective = self._objective
@@ -203,10 +201,10 @@ class Trainer:
         columns = (shard.positions + 1).clamp(max=batch.tokens.shape[1] - 1)
         loss = token_loss(
             scores.logp.view(shape),
-            batch.logp[shard.rows][:, columns].t(),
+            (batch.logp if old_logp is None else old_logp)[shard.rows][:, columns].t(),
             None if reference is None else reference.view(shape),
             scores.entropy.view(shape),
-            advantages[shard.rows].expand(shape),
+            advantages[shard.rows][:, columns].t(),
             shard.active.t(),
             clip_ratio=objective.clip_ratio,
             kl_coef=objective.kl_coef,
@@ -220,60 +218,18 @@ class Trainer:
             (loss.loss.detach(), loss.policy.detach(), loss.kl.detach(), entropy, loss.clipped.float()),
         )
 
-    def _score(self, model: PolicyModel, shard: _Shard) -> TokenScores:
+    def _score(self, model: PolicyModel, shard: Shard) -> TokenScores:
         """Return scores of the next tokens at this rank's positions, [s·b], sequence-major."""
         channel = Channel(
             qkv_format="sbhd", positions=shard.positions.unsqueeze(1), guard=self._guard, bound=shard.bound
         )
         logits = model.logits(model.hidden(shard.tokens, channel))
-        return score_tokens(
-            logits, shard.targets.t().reshape(-1), self._objective.temperature, model.vocabulary, model.wiring
-        )
+        return model.scores(logits, shard.targets.t().reshape(-1), self._objective.temperature)
 
 
-class _Recorder:
-    """Collect a step's log-probabilities, digests and metric sums from the micro-batches of this rank."""
-
-    def __init__(self, batch: RolloutBatch) -> None:
-        self._mask = batch.active_mask
-        self._logp = torch.full(self._mask.shape, torch.nan, dtype=torch.float32)
-        self._digest = torch.zeros(self._mask.shape, dtype=torch.int64)
-        self._metrics: list[tuple[Tensor, ...]] = []
-
-    def note(self, shard: _Shard, scores: TokenScores, metrics: tuple[Tensor, ...]) -> None:
-        """Store a micro-batch's active tokens; entry t belongs to token t, computed at position t − 1."""
-        s, b = shard.positions.numel(), shard.rows.numel()
-        where = shard.active
-        rows, columns = shard.rows.unsqueeze(1).expand(b, s)[where], (shard.positions + 1).expand(b, s)[where]
-        self._logp[rows, columns] = scores.logp.detach().view(s, b).t()[where]
-        self._digest[rows, columns] = scores.row_digest.view(s, b).t()[where]
-        self._metrics.append(tuple(x.reshape(-1) for x in metrics))
-
-    def forward(self, layout: Layout, mesh: Mesh) -> Forward:
-        """Put the shards of all ranks together: one exchange over the world."""
-        parts = collectives.gather_many([self._logp, self._digest], mesh.world)
-        logp, digest = torch.zeros_like(self._logp), torch.zeros_like(self._digest)
-        logp[self._mask] = torch.nan
-        counts, agree = [0] * layout.cp, True
-        for rank, (part, hashes) in enumerate(zip(*parts, strict=True)):
-            place = layout.coords(rank)
-            covered = ~part.isnan()
-            if place.tp == 0:
-                logp[covered], digest[covered] = part[covered], hashes[covered]
-                counts[place.cp] += int(covered.sum())
-            else:
-                first = rank - place.tp
-                same = bool((parts[0][first].view(torch.int32) == part.view(torch.int32)).all())
-                agree = agree and same and bool((parts[1][first] == hashes).all())
-        return Forward(logp, digest, tuple(counts), agree)
-
-    def means(self, mesh: Mesh, batch: RolloutBatch) -> dict[str, float]:
-        """Return the exact means over all active tokens, equal in every layout."""
-        columns = [torch.cat(parts) for parts in zip(*self._metrics, strict=True)] or [torch.zeros(1)] * len(
-            METRICS
-        )
-        sums = exact_sums(columns, mesh.token)
-        return {name: total / max(batch.active_tokens, 1) for name, total in zip(METRICS, sums, strict=True)}
+def _by_token(advantages: Tensor, batch: RolloutBatch) -> Tensor:
+    """Give every token of a sequence its advantage, [N, S]."""
+    return advantages if advantages.dim() > 1 else advantages.unsqueeze(1).expand(batch.tokens.shape)
 
 
 def _padded(x: Tensor, width: int) -> Tensor:

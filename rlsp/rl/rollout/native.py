@@ -11,6 +11,7 @@ from rlsp import bits
 from rlsp.model.attention import Channel, KeyValueCache
 from rlsp.model.build import PolicyModel
 from rlsp.model.head import share
+from rlsp.model.native_head import native_logp
 from rlsp.model.wiring import Operator
 from rlsp.numerics import logprob
 from rlsp.rl.sampling import candidates, choose, draw_keys, gumbel
@@ -140,7 +141,6 @@ class NativeEngine:
     ) -> tuple[list[int], list[float], list[int]]:
         """Draw one token a sequence; its log-probability comes from the statistics and merge of training."""
         wiring, vocabulary = self.model.wiring, self.model.vocabulary
-        wiring.count(Operator.LOGP)
         shards = vocabulary.by_shard(self.model.logits(hidden))
         x = logprob.tempered(shards, sampling.temperature, vocabulary.valid)
         keys = draw_keys(sampling.seed, sampling.rollout, batch.prompts, batch.samples, batch.lengths)
@@ -154,7 +154,11 @@ class NativeEngine:
         )
         token = choose(scores, indices)
         shard = torch.div(token, vocabulary.valid.shape[1], rounding_mode="floor")
-        logp, _, _ = logprob.merge(statistics, logits.gather(1, shard.unsqueeze(1)).squeeze(1))
+        if wiring.native(Operator.LOGP):
+            logp = native_logp(x, token, wiring)
+        else:
+            wiring.count(Operator.LOGP)
+            logp, _, _ = logprob.merge(statistics, logits.gather(1, shard.unsqueeze(1)).squeeze(1))
         return token.tolist(), logp.tolist(), digests.sum(dim=0).tolist()
 
 

@@ -1,0 +1,88 @@
+"""The native route's core attention: torch's scaled dot product, over CP shards and over the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention  # noqa: TID251 - the control
+
+from rlsp import collectives
+from rlsp.groups import Group
+from rlsp.model.attention import Channel, CoreAttention, KeyValueCache
+from rlsp.model.gradients import Differentiable
+from rlsp.model.rope import rotary_table
+from rlsp.model.wiring import NATIVE, Operator
+from rlsp.sequence import gather_positions, own_positions
+
+
+class NativeCoreAttention(CoreAttention):
+    """Rotate q and k in the model's dtype, then attend by torch's kernel, whichever it chooses."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, channel: Channel) -> Tensor:
+        """Return [s, b, h·D] for query [s, b, h, D], key and value [s, b, G, D] before rotation."""
+        self.wiring.count(Operator.ATTENTION, NATIVE)
+        query, key = (_rotate(x, channel.positions, self.base) for x in (query, key))
+        if channel.cache is None:
+            return self._own_queries(query, key, value, channel)
+        return self._to_cache(query, key, value, channel, channel.cache)
+
+    def _own_queries(self, query: Tensor, key: Tensor, value: Tensor, channel: Channel) -> Tensor:
+        """Attend with this CP rank's queries to every key up to their positions."""
+        cp = self.wiring.cp
+        both = _GatherPositions.on(torch.stack((key, value), dim=1), cp)
+        keys, values = (x.permute(1, 2, 0, 3) for x in both.unbind(dim=1))
+        mask = None
+        if cp.size > 1:
+            mask = torch.arange(both.shape[0], device=query.device) <= channel.positions
+        return self._sdpa(query, keys, values, mask)
+
+    def _to_cache(
+        self, query: Tensor, key: Tensor, value: Tensor, channel: Channel, cache: KeyValueCache
+    ) -> Tensor:
+        """Store the new keys and values, then attend to the cache; what it widened is narrowed exactly."""
+        layer = self.layer_number - 1
+        cache.store(layer, key, value, channel.positions)
+        keys, values = (
+            x[layer][:, :, : channel.blocks].flatten(2, 3).to(query.dtype) for x in (cache.keys, cache.values)
+        )
+        at = torch.arange(keys.shape[2], device=query.device)
+        mask = (at <= channel.positions.t().unsqueeze(-1)).unsqueeze(1)
+        return self._sdpa(query, keys, values, mask)
+
+    def _sdpa(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend with [n, b, h, D] to [b, G, S, D]; without a mask, causally over equal lengths."""
+        out = scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3),
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=True,
+        )
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class _GatherPositions(Differentiable):
+    """Gather zigzag shards into position order; the gradient is summed over CP by the backend."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cp: Group) -> Tensor:
+        """Move bits."""
+        ctx.cp = cp
+        return gather_positions(x, cp)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        """Sum every rank's gradient and take the own positions."""
+        return own_positions(collectives.backend_all_reduce(dy, ctx.cp), ctx.cp), None
+
+
+def _rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
+    """Rotate heads [s, b, h, D] in their own dtype, as Megatron-Core's unfused rotation does."""
+    tables = (torch.cat((t, t), dim=-1).unsqueeze(2) for t in rotary_table(positions, x.shape[-1], base))
+    cosine, sine = (t.to(x.dtype) for t in tables)
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-second, first), dim=-1) * sine
