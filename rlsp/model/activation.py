@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlsp.model.gradients import Differentiable
-from rlsp.model.wiring import Operator, Wiring
+from rlsp.model.wiring import Operator, Site, Wiring
 from rlsp.numerics.elementwise import swiglu, swiglu_back
 
 
@@ -19,13 +19,15 @@ class SwiGLU(nn.Module):
         """Take Megatron-Core's constructor arguments."""
         super().__init__()
         self.wiring: Wiring = config.wiring
+        self.site: Site | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [s, b, V_local·F] for x [s, b, V_local·2·F]."""
         self.wiring.count(Operator.FFN)
         shards = self.wiring.contract.virtual_tp // self.wiring.tp.size
-        gated: Tensor = _SwiGLU.on(x.view(*x.shape[:2], shards, 2, -1))
-        return gated.flatten(2)
+        gated: Tensor = _SwiGLU.on(x.view(*x.shape[:2], shards, 2, -1)).flatten(2)
+        self.wiring.capture(self.site, gated)
+        return gated
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Return nothing: Megatron-Core 0.16's MLP asks every child."""

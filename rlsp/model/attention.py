@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rlsp import collectives
 from rlsp.model.gradients import Differentiable
 from rlsp.model.rope import Rotate, rotary_table
-from rlsp.model.wiring import Operator, Wiring
+from rlsp.model.wiring import STRICT, Boundary, Operator, Site, Wiring
 from rlsp.numerics.attention import KeyValueGradient, block_attention, block_attention_back, cached_attention
 from rlsp.numerics.fixed import from_fixed
 from rlsp.sequence import gather_positions, local_blocks, own_positions
@@ -77,6 +77,8 @@ class Channel(PackedSeqParams):
 class CoreAttention(nn.Module):
     """Rotate q and k, then attend in canonical blocks."""
 
+    route = STRICT
+
     def __init__(
         self, *, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any
     ) -> None:
@@ -104,19 +106,30 @@ class CoreAttention(nn.Module):
             raise ValueError(
                 "rlsp's core attention is causal and takes positions from a Channel: no mask and no packing"
             )
-        return self.attend(query, key, value, packed_seq_params)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, channel: Channel) -> Tensor:
-        """Rotate and attend; the arguments and the result are those of `forward`."""
-        self.wiring.count(Operator.ATTENTION)
-        cosine, sine = (x.unsqueeze(2) for x in rotary_table(channel.positions, self.head_dim, self.base))
-        query, key = (Rotate.on(x, cosine, sine, value.dtype) for x in (query, key))
+        channel = packed_seq_params
+        self.wiring.count(Operator.ATTENTION, self.route)
+        query, key = (self._rotated(x, channel.positions, value.dtype) for x in (query, key))
+        self.wiring.capture(Site(Boundary.QUERY, self.layer_number - 1), query)
+        self.wiring.capture(Site(Boundary.KEY, self.layer_number - 1), key)
         if channel.cache is not None:
-            return self._cached(query, key, value, channel, channel.cache)
+            attended = self._to_cache(query, key, value, channel, channel.cache)
+        else:
+            attended = self._own_queries(query, key, value, channel)
+        self.wiring.capture(Site(Boundary.CORE_ATTENTION, self.layer_number - 1), attended)
+        return attended
+
+    def _rotated(self, x: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rotate heads [s, b, heads, D] by their positions and round once to `dtype`."""
+        cosine, sine = (t.unsqueeze(2) for t in rotary_table(positions, self.head_dim, self.base))
+        rotated: Tensor = Rotate.on(x, cosine, sine, dtype)
+        return rotated
+
+    def _own_queries(self, query: Tensor, key: Tensor, value: Tensor, channel: Channel) -> Tensor:
+        """Attend with this CP rank's queries to the keys of all."""
         attended: Tensor = _ContextAttention.on(query, key, value, self, channel)
         return attended
 
-    def _cached(
+    def _to_cache(
         self, query: Tensor, key: Tensor, value: Tensor, channel: Channel, cache: KeyValueCache
     ) -> Tensor:
         """Store the new keys and values, then attend to the cache."""

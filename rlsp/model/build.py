@@ -39,7 +39,7 @@ from rlsp.model.native import (
 from rlsp.model.native_attention import NativeCoreAttention
 from rlsp.model.native_head import native_scores
 from rlsp.model.norm import HeadRMSNorm, RMSNorm
-from rlsp.model.wiring import Operator, Wiring
+from rlsp.model.wiring import Boundary, Operator, Site, Wiring
 from rlsp.summation import Guard, TokenSum
 
 _SHARD_DIMS = 3  # [V_local, N, K]: virtual shards of a matrix
@@ -151,7 +151,25 @@ def build_model(shape: ModelConfig, wiring: Wiring, device: torch.device) -> Pol
     gpt.setup_embeddings_and_output_layer()
     for layer in gpt.decoder.layers:
         agree_on_sequence_parallelism(layer.self_attention.linear_qkv, layer.self_attention.linear_proj)
+    name_sites(gpt)
     return PolicyModel(gpt.to(device), wiring, shape.vocab_size)
+
+
+def name_sites(gpt: GPTModel) -> None:
+    """Tell every module whose class serves several boundaries which of them its output is."""
+    for number, layer in enumerate(gpt.decoder.layers):
+        for boundary, module in (
+            (Boundary.ATTENTION_NORM, layer.input_layernorm),
+            (Boundary.QKV, layer.self_attention.linear_qkv),
+            (Boundary.PROJECTION, layer.self_attention.linear_proj),
+            (Boundary.MLP_NORM, layer.pre_mlp_layernorm),
+            (Boundary.FC1, layer.mlp.linear_fc1),
+            (Boundary.ACTIVATION, layer.mlp.activation_func),
+            (Boundary.FC2, layer.mlp.linear_fc2),
+        ):
+            module.site = Site(boundary, number)
+    gpt.decoder.final_layernorm.site = Site(Boundary.FINAL_NORM)
+    gpt.output_layer.site = Site(Boundary.LOGITS)
 
 
 def agree_on_sequence_parallelism(qkv: nn.Module, projection: nn.Module) -> None:

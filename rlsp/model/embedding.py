@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rlsp import collectives
 from rlsp.model.gradients import Differentiable, Weight, exact_parameter
-from rlsp.model.wiring import Wiring
+from rlsp.model.wiring import Boundary, Site, Wiring
 from rlsp.summation import Rule, Span
 
 
@@ -35,6 +35,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return [s(/tp), b, H] for tokens int64 [b, s]."""
         rows: Tensor = _Lookup.on(tokens, self.weight, self.wiring)
+        self.wiring.capture(Site(Boundary.EMBEDDING), rows)
         return rows
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlsp import bits, collectives
 from rlsp.model.gradients import Differentiable
 from rlsp.model.linear import ColumnParallelLinear
-from rlsp.model.wiring import Operator, Wiring
+from rlsp.model.wiring import Boundary, Operator, Site, Wiring
 from rlsp.numerics import logprob
 
 
@@ -90,6 +90,7 @@ def score_tokens(
     """
     wiring.count(Operator.LOGP)
     logp, entropy, digest = _Scores.on(logits, targets, temperature, vocabulary, wiring)
+    wiring.capture(Site(Boundary.LOGP), logp)
     return TokenScores(logp, entropy, digest)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rlsp import collectives
 from rlsp.model.gradients import Differentiable, ExactParameter, Weight, exact_parameter
-from rlsp.model.wiring import Wiring
+from rlsp.model.wiring import Site, Wiring
 from rlsp.numerics.tree import tree_sum
 from rlsp.summation import Rule, Span
 
@@ -23,6 +23,7 @@ class ShardedLinear(nn.Module):
         """Allocate the weight uninitialised; `model.build.initialize` draws it shard by shard."""
         super().__init__()
         self.wiring: Wiring = config.wiring
+        self.site: Site | None = None
         if bias or is_expert:
             raise ValueError("rlsp's linear layers have no bias and serve no experts")
         own = self.wiring.tp
@@ -69,7 +70,9 @@ class ColumnParallelLinear(ShardedLinear):
 
     def forward(self, x: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
         """Return [s, b, V_local·N] for x [s(/tp), b, K], and no bias; a tied head gives its `weight`."""
-        return _Column.on(x, self.weight if weight is None else weight, self.wiring), None
+        out: Tensor = _Column.on(x, self.weight if weight is None else weight, self.wiring)
+        self.wiring.capture(self.site, out)
+        return out, None
 
 
 class RowParallelLinear(ShardedLinear):
@@ -99,7 +102,9 @@ class RowParallelLinear(ShardedLinear):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Return [s(/tp), b, N] for x [s, b, V_local·K], and no bias."""
-        return _Row.on(x, self.weight, self.wiring), None
+        out: Tensor = _Row.on(x, self.weight, self.wiring)
+        self.wiring.capture(self.site, out)
+        return out, None
 
 
 class _Column(Differentiable):

@@ -24,7 +24,7 @@ from rlsp.model.embedding import LanguageModelEmbedding, VocabParallelEmbedding,
 from rlsp.model.gradients import NativeParameter, native_parameter
 from rlsp.model.head import OutputLayer
 from rlsp.model.linear import ColumnParallelLinear, RowParallelLinear
-from rlsp.model.wiring import NATIVE, Operator, Wiring
+from rlsp.model.wiring import NATIVE, Boundary, Operator, Site, Wiring
 from rlsp.summation import Span
 
 
@@ -37,7 +37,9 @@ class NativeColumnParallelLinear(ColumnParallelLinear):
     def forward(self, x: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
         """Return [s, b, V_local·N] for x [s(/tp), b, K], and no bias; a tied head gives its `weight`."""
         shards = self.weight if weight is None else weight
-        return _linear(x, shards.view(-1, shards.shape[-1]), self.wiring, column=True), None
+        y = _linear(x, shards.view(-1, shards.shape[-1]), self.wiring, column=True)
+        self.wiring.capture(self.site, y)
+        return y, None
 
 
 class NativeRowParallelLinear(RowParallelLinear):
@@ -49,7 +51,9 @@ class NativeRowParallelLinear(RowParallelLinear):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Return [s(/tp), b, N] for x [s, b, V_local·K], and no bias."""
         matrix = self.weight.permute(1, 0, 2).reshape(self.weight.shape[1], -1)
-        return reduced(_linear(x, matrix, self.wiring, column=False), self.wiring), None
+        y = reduced(_linear(x, matrix, self.wiring, column=False), self.wiring)
+        self.wiring.capture(self.site, y)
+        return y, None
 
 
 class NativeRMSNorm(nn.Module):
@@ -59,12 +63,15 @@ class NativeRMSNorm(nn.Module):
         """Take Megatron-Core's constructor arguments."""
         super().__init__()
         self.wiring: Wiring = config.wiring
+        self.site: Site | None = None
         self.epsilon = eps
         self.weight = native_parameter((hidden_size,), config.params_dtype, self._span())
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised `x` [..., hidden_size] in its own dtype."""
-        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        normed = torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        self.wiring.capture(self.site, normed)
+        return normed
 
     def _span(self) -> Span:
         return Span.WORLD if self.wiring.sequence_parallel else Span.TOKENS
@@ -85,8 +92,9 @@ class NativeSwiGLU(SwiGLU):
         self.wiring.count(Operator.FFN, NATIVE)
         shards = self.wiring.contract.virtual_tp // self.wiring.tp.size
         gate, up = x.view(*x.shape[:2], shards, 2, -1).unbind(dim=3)
-        gated: Tensor = torch.nn.functional.silu(gate) * up  # noqa: TID251 - the control
-        return gated.flatten(2)
+        gated = (torch.nn.functional.silu(gate) * up).flatten(2)  # noqa: TID251 - the control
+        self.wiring.capture(self.site, gated)
+        return gated
 
 
 class NativeOutputLayer(OutputLayer, NativeColumnParallelLinear):
@@ -103,7 +111,9 @@ class NativeVocabParallelEmbedding(VocabParallelEmbedding):
         """Return [s(/tp), b, H] for tokens int64 [b, s]."""
         index, owned = owned_rows(tokens.t().contiguous(), self.weight, self.wiring)
         rows = torch.nn.functional.embedding(index, self.weight.view(-1, self.weight.shape[-1]))
-        return reduced(torch.where(owned.unsqueeze(-1), rows, 0.0), self.wiring)
+        rows = reduced(torch.where(owned.unsqueeze(-1), rows, 0.0), self.wiring)
+        self.wiring.capture(Site(Boundary.EMBEDDING), rows)
+        return rows
 
 
 class NativeLanguageModelEmbedding(LanguageModelEmbedding):

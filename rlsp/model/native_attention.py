@@ -13,20 +13,21 @@ from rlsp.groups import Group
 from rlsp.model.attention import Channel, CoreAttention, KeyValueCache
 from rlsp.model.gradients import Differentiable
 from rlsp.model.rope import rotary_table
-from rlsp.model.wiring import NATIVE, Operator
+from rlsp.model.wiring import NATIVE
 from rlsp.sequence import gather_positions, own_positions
 
 
 class NativeCoreAttention(CoreAttention):
     """Rotate q and k in the model's dtype, then attend by torch's kernel, whichever it chooses."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, channel: Channel) -> Tensor:
-        """Return [s, b, h·D] for query [s, b, h, D], key and value [s, b, G, D] before rotation."""
-        self.wiring.count(Operator.ATTENTION, NATIVE)
-        query, key = (_rotate(x, channel.positions, self.base) for x in (query, key))
-        if channel.cache is None:
-            return self._own_queries(query, key, value, channel)
-        return self._to_cache(query, key, value, channel, channel.cache)
+    route = NATIVE
+
+    def _rotated(self, x: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rotate heads in the model's dtype, as Megatron-Core's unfused rotation does."""
+        tables = (torch.cat((t, t), dim=-1) for t in rotary_table(positions, self.head_dim, self.base))
+        cosine, sine = (t.unsqueeze(2).to(dtype) for t in tables)
+        first, second = x.chunk(2, dim=-1)
+        return x * cosine + torch.cat((-second, first), dim=-1) * sine
 
     def _own_queries(self, query: Tensor, key: Tensor, value: Tensor, channel: Channel) -> Tensor:
         """Attend with this CP rank's queries to every key up to their positions."""
@@ -78,11 +79,3 @@ class _GatherPositions(Differentiable):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         """Sum every rank's gradient and take the own positions."""
         return own_positions(collectives.backend_all_reduce(dy, ctx.cp), ctx.cp), None
-
-
-def _rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Rotate heads [s, b, h, D] in their own dtype, as Megatron-Core's unfused rotation does."""
-    tables = (torch.cat((t, t), dim=-1).unsqueeze(2) for t in rotary_table(positions, x.shape[-1], base))
-    cosine, sine = (t.to(x.dtype) for t in tables)
-    first, second = x.chunk(2, dim=-1)
-    return x * cosine + torch.cat((-second, first), dim=-1) * sine

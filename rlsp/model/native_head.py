@@ -9,7 +9,7 @@ from torch import Tensor
 from rlsp import bits, collectives
 from rlsp.model.compat import lone_group
 from rlsp.model.head import TokenScores, Vocabulary
-from rlsp.model.wiring import NATIVE, Operator, Wiring
+from rlsp.model.wiring import NATIVE, Boundary, Operator, Site, Wiring
 from rlsp.numerics.logprob import tempered
 
 
@@ -38,7 +38,9 @@ def native_scores(
         sums = reduce_from_tensor_model_parallel_region(sums, group=lone_group(wiring.tp))
     total, moment, target = sums
     log_total = torch.log(total)
-    return TokenScores(target - log_total, log_total - moment / total, digest)
+    logp = target - log_total
+    wiring.capture(Site(Boundary.LOGP), logp)
+    return TokenScores(logp, log_total - moment / total, digest)
 
 
 def native_logp(x: Tensor, tokens: Tensor, wiring: Wiring) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlsp.model.gradients import Differentiable, exact_parameter
-from rlsp.model.wiring import Wiring
+from rlsp.model.wiring import Site, Wiring
 from rlsp.numerics.elementwise import rms_norm, rms_norm_back
 from rlsp.summation import Rule, Span
 
@@ -23,6 +23,8 @@ class RMSNorm(nn.Module):
         """Take Megatron-Core's constructor arguments."""
         super().__init__()
         wiring: Wiring = config.wiring
+        self.wiring = wiring
+        self.site: Site | None = None
         self.epsilon = eps
         rule = self._rule(wiring, config.num_attention_heads)
         self.weight = exact_parameter((hidden_size,), config.params_dtype, rule)
@@ -30,6 +32,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised `x` [..., hidden_size]."""
         normed: Tensor = _Norm.on(x, self.weight, self.epsilon, x.dtype)
+        self.wiring.capture(self.site, normed)
         return normed
 
     @staticmethod

@@ -12,7 +12,7 @@ from rlsp.model.attention import Channel, KeyValueCache
 from rlsp.model.build import PolicyModel
 from rlsp.model.head import share
 from rlsp.model.native_head import native_logp
-from rlsp.model.wiring import Operator
+from rlsp.model.wiring import Boundary, Operator, Site
 from rlsp.numerics import logprob
 from rlsp.rl.sampling import candidates, choose, draw_keys, gumbel
 
@@ -159,6 +159,7 @@ class NativeEngine:
         else:
             wiring.count(Operator.LOGP)
             logp, _, _ = logprob.merge(statistics, logits.gather(1, shard.unsqueeze(1)).squeeze(1))
+        wiring.capture(Site(Boundary.LOGP), logp)
         return token.tolist(), logp.tolist(), digests.sum(dim=0).tolist()
 
 
