@@ -53,7 +53,6 @@ def test_the_layouts_of_the_first_release_are_there() -> None:
     ("group", "attribute"),
     [
         ("model", "name"),
-        ("numerics", "mode"),
         ("task", "kind"),
         ("device", "kind"),
         ("optimizer", "kind"),
@@ -65,6 +64,42 @@ def test_a_file_is_named_after_what_it_chooses(compose: Compose, group: str, att
     for _, option in [pair for pair in FILES if pair[0] == group]:
         chosen = getattr(getattr(compose(f"{group}={option}"), group), attribute)
         assert (chosen.name if isinstance(chosen, Enum) else chosen) == option
+
+
+@pytest.mark.parametrize("option", ["strict", "native"])
+def test_numerics_declare_the_route_that_they_are_named_after(compose: Compose, option: str) -> None:
+    routes = compose(f"numerics={option}").numerics.routes
+    assert set(routes.declared().values()) == {option}
+    assert len(routes.declared()) == 6
+
+
+ARMS = [
+    option for group, option in FILES if group == "experiment" and option[0] in "gm" and option[1:].isdigit()
+]
+
+
+@pytest.mark.parametrize("option", ARMS)
+def test_an_arm_is_named_after_its_routes(compose: Compose, option: str) -> None:
+    config = compose(f"experiment={option}")
+    words, routes = ("native", "strict"), config.numerics.routes
+    if option[0] == "g":
+        reuse, strict = map(int, option[1:])
+        assert (config.reuse_rollout_logprob, set(routes.declared().values())) == (
+            bool(reuse),
+            {words[strict]},
+        )
+        assert config.num_rollouts == 200
+    else:
+        assert [routes.attention, routes.ffn, routes.logp] == [words[int(digit)] for digit in option[1:]]
+        assert config.num_rollouts == 8
+    assert (config.parallel.cp, config.parallel.tp, config.parallel.sp, config.rollout.tp) == (2, 4, 4, 1)
+    assert config.sequences_per_rollout * config.max_response_tokens >= 8 * 64
+    assert config.rollout.ignore_eos
+    assert config.entropy_coef > 0
+
+
+def test_all_arms_are_there() -> None:
+    assert set(ARMS) == {*["g00", "g10", "g01", "g11"], *(f"m{n:03b}" for n in range(8))}
 
 
 @pytest.mark.parametrize("option", [option for group, option in FILES if group == "experiment"])
@@ -96,7 +131,7 @@ def test_no_value_stands_in_python() -> None:
     # The schema has types alone: a default there would be a second home beside conf/.
     tree = ast.parse((PACKAGE / "config" / "schema.py").read_text())
     sections = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.decorator_list]
-    assert len(sections) == 10
+    assert len(sections) == 12
     assert [field.lineno for section in sections for field in section.body if _has_default(field)] == []
 
 
@@ -162,6 +197,8 @@ class Reads(ast.NodeVisitor):
                 return ""
             if self._part(value.value) == "" and value.attr in SECTIONS:
                 return value.attr
+            if self._part(value.value) == "numerics" and value.attr == "routes":
+                return "numerics.routes"
             return self._names.get(value.attr) if isinstance(value.value, ast.Name) else None
         return None
 
@@ -182,16 +219,17 @@ def _reads(paths: Iterator[Path]) -> set[str]:
 
 
 def _derived() -> dict[str, set[str]]:
-    """For each property of Config, the keys that it reads."""
+    """For each property of Config and of its routes, the keys that it reads."""
     tree = ast.parse((PACKAGE / "config" / "schema.py").read_text())
-    whole = next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "Config")
     derived = {}
-    for method in whole.body:
-        if isinstance(method, ast.FunctionDef):
-            visitor = Reads()
-            visitor._names["self"] = ""
-            visitor.visit(method)
-            derived[method.name] = visitor.found
+    for kind, part in (("Config", ""), ("RoutesConfig", "numerics.routes")):
+        whole = next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == kind)
+        for method in whole.body:
+            if isinstance(method, ast.FunctionDef):
+                visitor = Reads()
+                visitor._names["self"] = part
+                visitor.visit(method)
+                derived[f"{part}.{method.name}".lstrip(".")] = visitor.found
     return derived
 
 

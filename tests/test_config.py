@@ -13,6 +13,7 @@ import pytest
 from rlsp.config import (
     Config,
     ConfigError,
+    CorrectionKind,
     DeviceKind,
     Dtype,
     Job,
@@ -87,6 +88,11 @@ ILLEGAL: dict[str, tuple[Any, ...]] = {
     "launch.timeout_s": POSITIVE,
     "launch.grace_s": (*POSITIVE, 6.1),
     "task.response_limit": COUNT,
+    "numerics.routes.attention": ("fast", "", "strict/", "strict/native/strict", "Native"),
+    "numerics.routes.ffn": ("fast",),
+    "numerics.routes.logp": ("fast",),
+    "correction.upper": POSITIVE,
+    "correction.lower": NOT_NEGATIVE,
 }
 
 # For every rule over several keys, changes that break it and the line that says so.
@@ -142,6 +148,19 @@ CROSSED = [
     (
         {"numerics.q_block": 16, "numerics.k_block": 16},
         "numerics.q_block=16: legal: a power of two with q_block · k_block · head_dim 16 above 4096",
+    ),
+    (
+        {"correction.kind": CorrectionKind.token_tis, "reuse_rollout_logprob": False},
+        "correction.kind=token_tis: legal: none (every route is strict, so all importance ratios are 1)",
+    ),
+    (
+        {"correction.kind": CorrectionKind.token_tis, "numerics.routes.ffn": "native"},
+        "correction.kind=token_tis: legal: none with reuse_rollout_logprob=true "
+        "(the loss's own ratio has the correction in it)",
+    ),
+    (
+        {"correction.lower": 2.0},
+        "correction.lower=2.0: legal: a number of at least 0 and below correction.upper=2.0",
     ),
     ({"device.backend": "nccl"}, "device.backend=nccl: legal: gloo (for device.kind=cpu)"),
     ({"device.kind": DeviceKind.cuda}, "device.backend=gloo: legal: nccl (for device.kind=cuda)"),

@@ -113,7 +113,7 @@ def test_the_head_refuses_to_gather_logits() -> None:
 def test_a_parameter_whose_gradient_nobody_sums_is_refused() -> None:
     model = policy(alone())
     model.gpt.decoder.stranger = nn.Parameter(torch.zeros(3))
-    with pytest.raises(TypeError, match=r"decoder\.stranger has no exact gradient"):
+    with pytest.raises(TypeError, match=r"decoder\.stranger has no gradient of ours"):
         model.attach_sums(Guard())
 
 
