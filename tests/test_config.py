@@ -102,8 +102,8 @@ CROSSED = [
     ({"parallel.tp": 4, "parallel.sp": 2}, "parallel.sp=2: legal: 1 or 4 (off, or equal to parallel.tp)"),
     ({"parallel.tp": 1, "parallel.sp": 2}, "parallel.sp=2: legal: 1 (off, or equal to parallel.tp)"),
     (
-        {"parallel.dp": 33},
-        "parallel.dp=33: legal: at most 32 (prompts_per_rollout × samples_per_prompt)",
+        {"parallel.dp": 17},
+        "parallel.dp=17: legal: at most 16 (prompts_per_rollout × samples_per_prompt)",
     ),
     (
         {"model.num_query_groups": 4},
