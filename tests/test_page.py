@@ -237,6 +237,15 @@ def test_a_run_that_never_began_a_rollout_has_a_page(tmp_path):
     assert "could not be drawn" not in " ".join(found.text.values())
 
 
+def test_an_aborted_run_shows_how_its_ranks_ended(tmp_path):
+    run_dir = write_run(tmp_path / "run", rollouts=1, aborted="rank 1 was killed")
+    (run_dir / "logs" / "abort.txt").write_bytes(
+        b"rank 1 was killed\nrank  end\n0     Error \xff<b>\n1     killed\n"
+    )
+    seal(run_dir, "rank 1 was killed")
+    assert "rank  end\n0     Error \ufffd<b>\n1     killed" in outline(run_dir).text["ranks"]
+
+
 @pytest.mark.parametrize("damage", ["missing", "empty", "torn", "other"])
 @pytest.mark.parametrize(
     "name",

@@ -73,6 +73,7 @@ def render(source: Source) -> bytes:
     parts: list[Content] = [
         _part("gates", "Gates", _gates, source),
         _part("damage", "Damaged, missing or contradictory", _damage, source) if _faults(source) else None,
+        _part("ranks", "How the ranks ended", _ranks, source) if source.ranks else None,
         _part("charts", "Rollouts", charts, source),
         _part("layout", "Layout", layout, source),
         _part("routes", "Operator routes", _routes, source),
@@ -155,6 +156,10 @@ def _gates(source: Source) -> Element:
     ]
     head = ("gate", "answer", "counts", "reasons")
     return table("What each gate answered; the worst judged answer counts", head, rows, kind="gates")
+
+
+def _ranks(source: Source) -> Element:
+    return node("pre", node("code", source.ranks), tabindex=0, class_="wide")
 
 
 def _faults(source: Source) -> tuple[str, ...]:

@@ -17,6 +17,8 @@ from rlsp.report.page_plot import Point
 from rlsp.report.recorder import METRICS_NAME, whole_rows
 
 _LAST_ROLLOUT = 10**9
+_ABORT_LOG = Path("logs") / "abort.txt"
+_LONGEST_LOG = 100_000
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Source:
         reasons: Its reasons.
         gates: Every gate's answer.
         metrics: Values of metrics.jsonl by name, as (rollout, value) in order of rollouts.
+        ranks: How each rank of an aborted run ended, as its launcher wrote it; empty where nothing did.
         notes: What could not be read for the page.
     """
 
@@ -39,6 +42,7 @@ class Source:
     reasons: tuple[str, ...]
     gates: tuple[GateResult, ...]
     metrics: Mapping[str, tuple[Point, ...]]
+    ranks: str
     notes: tuple[str, ...]
 
     @property
@@ -72,7 +76,17 @@ def read_source(
         metrics = _by_name(row for _, row in whole_rows(run_dir / METRICS_NAME))
     except EvidenceError as error:
         metrics, notes = {}, [str(error)]
-    return Source(run_dir.resolve().name, run, verdict, reasons, gates, metrics, tuple(notes))
+    ranks = _ranks(run_dir / _ABORT_LOG) if verdict is Verdict.ABORTED else ""
+    return Source(run_dir.resolve().name, run, verdict, reasons, gates, metrics, ranks, tuple(notes))
+
+
+def _ranks(path: Path) -> str:
+    """Read how the ranks ended, without the reason before it; a log is no evidence, so it may be missing."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(_LONGEST_LOG).partition("\n")[2].rstrip()
+    except OSError:
+        return ""
 
 
 def _by_name(rows: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Point, ...]]:
