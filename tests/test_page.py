@@ -109,6 +109,7 @@ def test_a_gate_that_does_not_count_says_so(passed, tmp_path):
     judged = judge(passed)
     gates = tuple(gate.model_copy(update={"judged": gate.name != "rows"}) for gate in judged.gates)
     page.write_page(tmp_path, collect(passed), judged.verdict, judged.reasons, gates)
+    assert "Reported without being judged: rows." in outline(tmp_path).text["header"]
     text = outline(tmp_path).text["gates"]
     assert re.search(r"rows\s+✓ PASS\s+reported only", text)
     assert re.search(r"bits\s+✓ PASS\s+judged", text)
@@ -122,6 +123,27 @@ def test_every_chart_has_a_title_a_unit_an_alternative_and_a_table(passed):
     assert all("by rollout. " in str(attributes["aria-label"]) for attributes in images)
     for chart in CHARTS:
         assert f"{chart.title}, {chart.unit} ({chart.source})" in found.text["charts"]
+
+
+def test_a_chart_of_what_a_run_need_not_have_is_left_out(tmp_path):
+    seal(write_run(tmp_path / "run"))
+    text = outline(tmp_path / "run").text["charts"]
+    assert "Importance weights" not in text
+    assert "No values: train/gradient_norm." in text
+
+
+def test_what_the_parts_of_the_time_leave_of_the_total_is_shown(tmp_path):
+    times = {"sync": 1.0, "rollout": 2.0, "train": 4.0, "total": 7.5}
+    run_dir = write_run(tmp_path / "run")
+    path = run_dir / "metrics.jsonl"
+    rows = [
+        json.loads(line) | {f"time/{k}_s": v for k, v in times.items()}
+        for line in path.read_text().splitlines()
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seal(run_dir)
+    told = " ".join(outline(run_dir).attributes("aria-label"))
+    assert "sync: 1 throughout. rollout: 2 throughout. train: 4 throughout. other: 0.5 throughout." in told
 
 
 def test_headings_descend_one_level_at_a_time_and_tables_have_captions(passed):

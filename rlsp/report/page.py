@@ -106,12 +106,18 @@ def _head(source: Source) -> Element:
         "header",
         node("h1", badge, node("span", f" {source.name}", class_="name")),
         node("p", "run ", node("code", source.run_id), class_="id"),
-        node("p", _MEANING[verdict], class_="meaning"),
+        node("p", _MEANING[verdict], _aside(source), class_="meaning"),
         node("p", _compared(source)),
         reasons,
         _summary(source),
         class_=verdict.value.lower(),
     )
+
+
+def _aside(source: Source) -> str | None:
+    """Name the gates that the verdict does not speak of, so that it claims nothing for them."""
+    names = [gate.name for gate in source.gates if not gate.judged]
+    return f" Reported without being judged: {', '.join(names)}." if names else None
 
 
 def _compared(source: Source) -> str:

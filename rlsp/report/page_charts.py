@@ -13,7 +13,7 @@ from rlsp.report.page_source import Source
 
 _TABLE_ROWS = 250
 _NAMED_ROLLOUTS = 6
-_PARTS = ("sync", "rollout", "reward", "train", "evidence")
+_PARTS = ("sync", "rollout", "reward", "old_logprob", "train", "evidence")
 
 Draw = Callable[[Source], tuple[Series, ...]]
 
@@ -29,13 +29,17 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: what it shows, in which unit, how, and where the values come from."""
+    """One chart: what it shows, in which unit, how, and where the values come from.
+
+    An `optional` one is left out of the page of a run that has no such values.
+    """
 
     title: str
     unit: str
     kind: Kind
     series: Draw
     source: str
+    optional: bool = False
 
 
 def _logged(**names: str) -> Draw:
@@ -87,17 +91,15 @@ def _lengths(source: Source) -> tuple[Series, ...]:
 def _times(source: Source) -> tuple[Series, ...]:
     """Take the parts of each rollout's time, and what its total has besides."""
     parts = {part: dict(source.metrics.get(f"time/{part}_s", ())) for part in _PARTS}
+    parts = {part.replace("_", " "): values for part, values in parts.items() if values}
     rollouts = sorted({at for values in parts.values() for at in values})
     totals = dict(source.metrics.get("time/total_s", ()))
-    series = [
-        Series(part, tuple((at, values.get(at, 0.0)) for at in rollouts)) for part, values in parts.items()
-    ]
     if totals and rollouts:
-        left = {
-            at: totals.get(at, 0.0) - sum(values.get(at, 0.0) for values in parts.values()) for at in rollouts
-        }
-        series.append(Series("other", tuple((at, left[at]) for at in rollouts)))
-    return tuple(series) if rollouts else ()
+        known = {at: sum(values.get(at, 0.0) for values in parts.values()) for at in rollouts}
+        parts["other"] = {at: totals[at] - known[at] for at in rollouts if at in totals}
+    return tuple(
+        Series(part, tuple((at, values.get(at, 0.0)) for at in rollouts)) for part, values in parts.items()
+    )
 
 
 CHARTS = (
@@ -149,8 +151,17 @@ CHARTS = (
         _logged(
             tokens_whose_ratio_was_clipped="train/clip_fraction",
             prompts_with_constant_rewards="reward/constant_groups_fraction",
+            tokens_whose_importance_was_cut="train/is_cut_fraction",
         ),
-        "train/clip_fraction, reward/constant_groups_fraction",
+        "train/clip_fraction, train/is_cut_fraction, reward/constant_groups_fraction",
+    ),
+    Chart(
+        "Importance weights",
+        "training over rollout",
+        Kind.COUNTS,
+        _logged(mean="train/is_weight_mean", largest="train/is_weight_max"),
+        "train/is_weight_mean, train/is_weight_max",
+        optional=True,
     ),
 )
 
@@ -160,9 +171,11 @@ def charts(source: Source) -> Element:
     return node("div", *(_figure(chart, chart.series(source)) for chart in CHARTS), class_="charts")
 
 
-def _figure(chart: Chart, series: Sequence[Series]) -> Element:
+def _figure(chart: Chart, series: Sequence[Series]) -> Element | None:
     heading = node("figcaption", node("h3", chart.title))
     series = [one for one in series if one.points]
+    if not series and chart.optional:
+        return None
     if not series:
         return node("figure", heading, node("p", f"No values: {chart.source}.", class_="none"))
     stacked = chart.kind is Kind.PARTS

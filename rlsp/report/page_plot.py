@@ -107,7 +107,7 @@ def lines(series: Sequence[Series], unit: str, label: str, *, from_zero: bool, l
     """Draw each series as a line of its own style; values without a place stand as × on the upper edge.
 
     Args:
-        series: At most six.
+        series: At most four, as there are so many styles.
         unit: Of the values.
         label: What a reader who cannot see the plot is told.
         from_zero: Whether the axis starts at 0.
@@ -137,7 +137,7 @@ def bars(series: Sequence[Series], unit: str, label: str) -> Element:
     """Draw one bar a rollout, the series on top of each other in order; of many rollouts means of neighbours.
 
     Args:
-        series: Values of the same rollouts, none negative; what is not finite has no height.
+        series: At most seven; values of the same rollouts, none negative; what is not finite has no height.
         unit: Of the values.
         label: What a reader who cannot see the plot is told.
     """
