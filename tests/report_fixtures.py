@@ -62,7 +62,9 @@ def plain_config(**changes: Any) -> dict[str, Any]:
         "entropy_coef": 0.01,
         "temperature": 1.0,
         "grad_clip": 1.0,
+        "reuse_rollout_logprob": True,
         "resume": None,
+        "correction": {"kind": "none", "upper": 2.0, "lower": 0.5},
         "model": {
             "name": "qwen3_nano",
             "num_layers": 2,
@@ -81,7 +83,6 @@ def plain_config(**changes: Any) -> dict[str, Any]:
         "parallel": {"cp": 2, "tp": 2, "sp": 2, "dp": 1},
         "rollout": {"engine": "native", "tp": 1, "engines": 3, "ignore_eos": False},
         "numerics": {
-            "mode": "strict",
             "virtual_tp": 8,
             "token_block": 32,
             "q_block": 32,
@@ -89,6 +90,7 @@ def plain_config(**changes: Any) -> dict[str, Any]:
             "row_tile": 32,
             "grad_lsb": 40,
             "threads": 1,
+            "routes": {"attention": "strict", "ffn": "strict", "logp": "strict"},
         },
         "task": {"kind": "arithmetic", "max_operand": 9, "reward": 1.0, "response_limit": None},
         "device": {"kind": "cpu", "backend": "gloo"},

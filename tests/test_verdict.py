@@ -55,7 +55,7 @@ def test_the_verdict_seals_every_file_but_logs_and_wandb(sealed):
     assert document["verdict"] == "PASS"
     assert document["reasons"] == []
     assert document["run_id"] == RUN_ID
-    expected = {".hydra/config.yaml", "consistency.json", "manifest.json", "metrics.jsonl"}
+    expected = {".hydra/config.yaml", "consistency.json", "manifest.json", "metrics.jsonl", "report.html"}
     expected |= {f"rollouts/0000{index}.safetensors" for index in range(3)}
     expected |= {f"digests/0000{index}.json" for index in range(3)}
     assert set(document["artifacts"]) == expected

@@ -19,6 +19,7 @@ from rlsp.report.files import (
 )
 from rlsp.report.gates import GATES, GateResult, Verdict
 from rlsp.report.manifest import MANIFEST_NAME, Status
+from rlsp.report.page import write_page
 from rlsp.report.recorder import CONSISTENCY_NAME
 
 _WEIGHT = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 1, Verdict.FAIL: 2}
@@ -102,7 +103,7 @@ def judge(run_dir: str | Path, aborted: str | None = None) -> Judgement:
 
 
 def seal(run_dir: str | Path, aborted: str | None = None) -> Judgement:
-    """Judge a run and write VERDICT.json, the last file of a run, over the hashes of all others.
+    """Judge a run, draw report.html, and write VERDICT.json, the last file, over the hashes of all others.
 
     Args:
         run_dir: The run folder; nothing outside logs/ and wandb/ may change afterwards.
@@ -115,6 +116,7 @@ def seal(run_dir: str | Path, aborted: str | None = None) -> Judgement:
     remove_partials(folder)
     run = collect(folder)
     judgement = _judgement(run, aborted)
+    write_page(folder, run, judgement.verdict, judgement.reasons, judgement.gates)
     try:
         artifacts = {path: sha256_file(folder / path) for path in artifact_paths(folder)}
     except OSError as error:
