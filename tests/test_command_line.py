@@ -16,6 +16,9 @@ from rlsp.cli.compose import new_id
 from rlsp.cli.main import main, worst
 from rlsp.config import Job
 
+EXPERIMENTS = (
+    "g00, g01, g10, g11, g11_probe, layout_probe, m000, m001, m010, m011, m100, m101, m110, m111, suite"
+)
 LAYOUTS = (
     "cp1_tp1_sp1, cp1_tp1_sp1_dp2, cp1_tp1_sp1_dp4, cp1_tp1_sp1_dp8, cp1_tp2_sp1, cp1_tp2_sp2, "
     "cp1_tp2_sp2_dp2, cp1_tp2_sp2_dp4, cp1_tp4_sp1, cp1_tp4_sp4, cp1_tp8_sp8, cp2_tp1_sp1, cp2_tp1_sp1_dp2, "
@@ -42,7 +45,7 @@ REFUSED = [
     ("parallel=cp9", f"parallel=cp9: legal: {LAYOUTS}"),
     ("parallel=null", f"parallel=null: legal: {LAYOUTS}"),
     ("+parallel=cp1_tp1_sp1", "+parallel=cp1_tp1_sp1: Multiple values for parallel."),
-    ("experiment=none_such", "experiment=none_such: legal: g11_probe, layout_probe"),
+    ("experiment=none_such", f"experiment=none_such: legal: {EXPERIMENTS}"),
     ("model.dtype=float16", "model.dtype=float16: legal: bfloat16 or float32"),
     ("resume=outputs", "resume=outputs: legal: null (resuming a run is not supported yet)"),
     ("tracker.tags=word", "tracker.tags=word: legal: a list, each item 1 to 64 characters"),

@@ -74,10 +74,15 @@ def listing(items: Iterable[str]) -> Element:
     return node("ul", *(node("li", item) for item in items))
 
 
+def style() -> str:
+    """Return the style sheet."""
+    return _STYLE.read_text(encoding="utf-8")
+
+
 def document(title: str, *body: Content) -> bytes:
     """Write a whole page that may load nothing and run nothing; the same content gives the same bytes."""
-    style = _STYLE.read_text(encoding="utf-8")
-    allowed = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    text = style()
+    allowed = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{allowed}'; base-uri 'none'; form-action 'none'"
     head = node(
         "head",
@@ -89,7 +94,7 @@ def document(title: str, *body: Content) -> bytes:
         node("title", title),
     )
     sheet = Element("style")
-    sheet.text = style
+    sheet.text = text
     head.append(sheet)
     page = node("html", head, node("body", *body), lang="en")
     return b"<!DOCTYPE html>\n" + tostring(page, encoding="unicode", method="html").encode() + b"\n"

@@ -1,0 +1,99 @@
+"""The folder of a published suite: a table in Markdown and JSON, and figures as self-contained SVG."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree.ElementTree import tostring
+
+from rlsp.report.files import json_safe, write_atomically
+from rlsp.report.page_elements import style
+from rlsp.report.page_plot import HEIGHT, WIDTH, Series, lines
+from rlsp.report.suite import Arm, Pair, identity, plain, sentences, table
+
+_STYLES = 4  # as many lines as a plot tells apart
+
+
+def write_suite(folder: Path, title: str, arms: Sequence[Arm], pairs: Sequence[Pair]) -> tuple[str, ...]:
+    """Write README.md, table.json and the figures into `folder`, and return their names.
+
+    Raises:
+        EvidenceError: A file cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = _figures(arms)
+    files = {
+        "README.md": _readme(title, arms, pairs, figures).encode(),
+        "table.json": json.dumps(json_safe(plain(arms, pairs)), indent=2, sort_keys=True).encode() + b"\n",
+        **{name: drawn for name, (_, drawn) in figures.items()},
+    }
+    for name, content in files.items():
+        write_atomically(folder / name, content)
+    return tuple(files)
+
+
+def _readme(
+    title: str, arms: Sequence[Arm], pairs: Sequence[Pair], figures: dict[str, tuple[str, bytes]]
+) -> str:
+    commands = dict.fromkeys(arm.command for arm in arms)
+    return "\n".join(
+        [
+            f"# {title}",
+            "",
+            "Made by `rlsp-publish` from the runs' own sealed files, each verified first "
+            f"(runs {identity(arms)}). The commands:",
+            "",
+            *(f"    {command}" for command in commands),
+            "",
+            table(arms),
+            *(f"- {sentence}" for sentence in sentences(arms, pairs)),
+            "",
+            *(f"![{caption}]({name})\n\n{caption}\n" for name, (caption, _) in figures.items()),
+        ]
+    )
+
+
+def _figures(arms: Sequence[Arm]) -> dict[str, tuple[str, bytes]]:
+    """Draw the long arms, at most four: what differs, reward, seconds; by file name, with a caption."""
+    longest = max(arm.rollouts for arm in arms)
+    shown = [arm for arm in arms if arm.rollouts == longest][:_STYLES]
+    found = {}
+    for name, metric, unit, what in (
+        ("mismatched", "consistency/mismatched_tokens", "tokens", "tokens whose log-probabilities differ"),
+        ("max_abs", "consistency/max_abs", "nats", "largest difference of two log-probabilities"),
+        ("reward", "reward/mean", "reward", "mean reward, means of ten rollouts"),
+        ("seconds", "time/total_s", "seconds", "seconds a rollout with its update, means of ten rollouts"),
+    ):
+        series = [arm.series(metric) for arm in shown]
+        if "means of ten" in what and longest > 20:
+            series = [_smooth(one) for one in series]
+        caption = f"{what[0].upper()}{what[1:]}: {', '.join(arm.name for arm in shown)}"
+        found[f"{name}.svg"] = (caption, _svg(series, unit, caption))
+    return found
+
+
+def _smooth(line: Series) -> Series:
+    """Replace every ten rollouts by their mean, at the last of them."""
+    cut = [line.points[start : start + 10] for start in range(0, len(line.points), 10)]
+    return Series(line.label, tuple((part[-1][0], sum(v for _, v in part) / len(part)) for part in cut))
+
+
+def _svg(series: Sequence[Series], unit: str, caption: str) -> bytes:
+    """Draw one figure as a file of its own, legend included, light and dark."""
+    image = lines(series, unit, caption, from_zero=unit != "reward", logarithmic=False)
+    image.set("xmlns", "http://www.w3.org/2000/svg")
+    image.set("viewBox", f"0 0 {WIDTH} {HEIGHT + 18}")
+    image.set("width", str(2 * WIDTH))
+    sheet = image.makeelement("style", {})
+    sheet.text = style() + "\nsvg { background: var(--back); }"
+    image.insert(0, sheet)
+    for number, line in enumerate(series):
+        x = 54 + 74 * number
+        sample = {"d": f"M{x} {HEIGHT + 8}H{x + 20}", "class": f"line s{number}"}
+        image.append(image.makeelement("path", sample))
+        label = image.makeelement("text", {"x": str(x + 26), "y": str(HEIGHT + 12), "class": "tick"})
+        label.text = line.label
+        image.append(label)
+    drawn: bytes = tostring(image, encoding="utf-8")
+    return drawn + b"\n"
