@@ -140,16 +140,19 @@ def _sampling(config: Config, rollout: int, eos_id: int) -> Sampling:
 
 
 def _rewards(config: Config, task: Task, rollout: int, responses: list[list[int]], mesh: Mesh) -> list[float]:
-    """Score on rank 0 and let every rank have the same float64 numbers: a task need not be deterministic."""
+    """Score on rank 0 and let every rank have the same numbers: a task need not be deterministic.
+
+    They are float32, as the evidence keeps them, so that advantages can be computed again from what it says.
+    """
     first = rollout * config.prompts_per_rollout
-    scores = torch.zeros(len(responses), dtype=torch.float64)
+    scores = torch.zeros(len(responses), dtype=torch.float32)
     if mesh.world.index == 0:
         scores[:] = torch.tensor(
             [
                 task.reward(first + i // config.samples_per_prompt, response)
                 for i, response in enumerate(responses)
             ],
-            dtype=torch.float64,
+            dtype=torch.float32,
         )
     return collectives.broadcast(scores, mesh.world, source=0).tolist()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -11,15 +12,20 @@ from typing import Any
 import numpy as np
 
 from rlsp.config import Job, from_plain
+from rlsp.numerics.contract import contract_sha256
 from rlsp.report import manifest as manifest_file
 from rlsp.report.consistency import RolloutFacts, float64_bits
 from rlsp.report.digests import RolloutDigests, table_digest
+from rlsp.report.files import canonical_json, sha256_bytes
+from rlsp.report.planned import Planned
 from rlsp.report.recorder import Recorder
+from rlsp.standardise import standardised
 
 RUN_ID = "20260102-030405-abcdef"
 STARTED_AT = "2026-01-02T03:04:05+00:00"
 ENDED_AT = "2026-01-02T03:05:05+00:00"
-SEQUENCES, LENGTH, ROLLOUTS, VIRTUAL_TP = 8, 16, 3, 8
+SEQUENCES, LENGTH, PROMPT, ROLLOUTS, VIRTUAL_TP = 8, 16, 5, 3, 8
+SAMPLES = 4  # of one prompt
 LAYER = (
     "input_layernorm",
     "mlp.linear_fc1",
@@ -52,8 +58,8 @@ def plain_config(**changes: Any) -> dict[str, Any]:
         "seed": 7,
         "num_rollouts": ROLLOUTS,
         "prompts_per_rollout": 2,
-        "samples_per_prompt": 4,
-        "max_response_tokens": 8,
+        "samples_per_prompt": SAMPLES,
+        "max_response_tokens": LENGTH - PROMPT,
         "updates_per_rollout": 1,
         "micro_batch_size": 4,
         "learning_rate": 1e-3,
@@ -131,17 +137,19 @@ def make_tensors(index: int) -> Tensors:
     random = np.random.default_rng(index)
     lengths = random.integers(8, LENGTH + 1, SEQUENCES)
     columns = np.arange(LENGTH)
-    active = (columns >= 5) & (columns < lengths[:, None])
+    active = (columns >= PROMPT) & (columns < lengths[:, None])
     logprob = np.where(active, -random.exponential(1.5, (SEQUENCES, LENGTH)), 0).astype(np.float32)
     digest = np.where(active, random.integers(-(2**62), 2**62, (SEQUENCES, LENGTH)), 0)
     rewards = random.integers(0, 2, SEQUENCES).astype(np.float32)
+    tokens = random.integers(0, 97, (SEQUENCES, LENGTH))
+    tokens[:, :PROMPT] = np.repeat(tokens[::SAMPLES, :PROMPT], SAMPLES, axis=0)
     return {
-        "tokens": random.integers(0, 97, (SEQUENCES, LENGTH)),
+        "tokens": tokens,
         "active_mask": active,
         "rollout_logprob": logprob,
         "train_logprob": logprob.copy(),
         "rewards": rewards,
-        "advantages": (rewards - rewards.mean()).astype(np.float32),
+        "advantages": np.asarray(standardised(rewards.tolist(), SAMPLES), dtype=np.float32),
         "lengths": lengths.astype(np.int64),
         "rollout_row_digest": digest,
         "train_row_digest": digest.copy(),
@@ -240,11 +248,29 @@ def set_gradient_norm(facts: dict[str, Any], *norms: float) -> None:
     facts.update(gradient_norm=norms[-1], gradient_norm_bits=float64_bits(norms[-1]), gradient_norms=norms)
 
 
+def set_contract(startup: dict[str, Any], **fields: Any) -> None:
+    """Change the contract of start-up facts, with its hash wherever it stands."""
+    startup["contract"] = {**startup["contract"], **fields}
+    startup["contract_hash"] = contract_sha256(startup["contract"])
+    for row in startup["agreement"]:
+        row["contract_hash"] = startup["contract_hash"]
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a document as somebody would who hashes again what hashes are kept of."""
+    said = json.loads(path.read_text())
+    change(said)
+    if path.name == "manifest.json":
+        said["config_hash"] = sha256_bytes(canonical_json(said["config"]))
+    path.write_text(json.dumps(said, indent=2) + "\n")
+
+
 def make_startup(manifest: manifest_file.Manifest) -> dict[str, Any]:
     """Return start-up facts on which all ranks agree."""
+    contract = Planned.model_validate(manifest.config).contract
     return {
-        "contract": {"virtual_tp": 8, "grad_lsb": 40},
-        "contract_hash": "c" * 64,
+        "contract": contract,
+        "contract_hash": contract_sha256(contract),
         "data_hash": "d" * 64,
         "tokenizer_hash": "e" * 64,
         "initial_weights_digest": weights(0),
@@ -254,7 +280,7 @@ def make_startup(manifest: manifest_file.Manifest) -> dict[str, Any]:
         "agreement": [
             {
                 "rank": row.rank,
-                "contract_hash": "c" * 64,
+                "contract_hash": contract_sha256(contract),
                 "layout": {"dp": row.dp, "cp": row.cp, "tp": row.tp, "sp": row.sp},
                 "code_hash": manifest.code.source_hash,
                 "kernel_digest": "f" * 64,
@@ -288,7 +314,8 @@ def write_run(
             facts(index, said)
             hashed = make_digests(index, said)
             digests(index, hashed)
-            metrics = {"reward/mean": float(arrays["rewards"].mean()), "train/loss": 0.1 * index}
+            loss = hashed["updates"][-1]["loss"]
+            metrics = {"reward/mean": float(arrays["rewards"].mean()), "train/loss": loss}
             recorder.rollout(index, arrays, RolloutFacts(**said), metrics, digests=RolloutDigests(**hashed))
     logs = run_dir / "logs"
     logs.mkdir()

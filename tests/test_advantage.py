@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsp.bits import bit_pattern, same_bits
-from rlsp.rl.advantage import STD_EPSILON, group_advantages
+from rlsp.rl.advantage import group_advantages
+from rlsp.standardise import STD_EPSILON
 
 rewards = st.floats(-1e3, 1e3, allow_subnormal=False)
 

@@ -44,6 +44,7 @@ from rlsp.report.compare_owners import Owners
 from rlsp.report.compare_records import Difference, Outcome, Stage, State
 from rlsp.report.consistency import float64_bits
 from rlsp.report.digests import table_digest
+from rlsp.report.tensors import COMPARED
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -158,12 +159,21 @@ def test_a_token_that_follows_from_other_logits_says_where_they_began_to_differ(
 def test_a_sequence_that_ended_earlier_is_a_difference_of_tokens(run_a, tmp_path):
     def plant(tensors: Tensors) -> None:
         tensors["lengths"][2] = 14
-        for name in ("active_mask", "rollout_logprob", "train_logprob"):
+        for name in ("active_mask", *COMPARED):
             tensors[name][2, 14:] = 0
 
     found = first_against(run_a, tmp_path, tensors=in_rollout(plant))
     assert place(found) == {"rollout": HIT, "sample": 2, "position": 14, "tensor": "tokens"}
     assert (found.b.bits, found.b.number) == ("absent", None)
+
+
+def test_an_advantage_that_its_rewards_do_not_give_is_compared_and_noted(run_a, tmp_path):
+    def plant(tensors: Tensors) -> None:
+        tensors["advantages"][3] = 0.125
+
+    comparison = compare(run_a, make_run(tmp_path / "b", LAYOUT_B, tensors=in_rollout(plant)))
+    assert comparison.outcome is Outcome.DIFFERENT
+    assert any("run B contradicts itself: 00001.safetensors: sample 3" in note for note in comparison.notes)
 
 
 def test_rollouts_of_different_widths_are_compared(run_a, tmp_path):
@@ -181,7 +191,7 @@ def test_rollouts_of_different_widths_are_compared(run_a, tmp_path):
 
 def test_a_token_that_counts_in_one_run_alone_is_a_difference(run_a, tmp_path):
     def plant(tensors: Tensors) -> None:
-        for name in ("active_mask", "rollout_logprob", "train_logprob"):
+        for name in ("active_mask", *COMPARED):
             tensors[name][4, 5] = 0
 
     found = first_against(run_a, tmp_path, tensors=in_rollout(plant))

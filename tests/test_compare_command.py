@@ -28,6 +28,7 @@ from report_fixtures import (
     hashes,
     make_job,
     plain_config,
+    set_contract,
     weights,
     write_run,
 )
@@ -68,17 +69,22 @@ def refusals(run_a: Path, folder: Path, **changes: Any) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (
-            {"contract": {"virtual_tp": 8, "grad_lsb": 36}, "contract_hash": "0" * 64},
-            "contract grad_lsb is 40 against 36",
-        ),
-        ({"contract_hash": "0" * 64}, f"contract is {'c' * 64} against {'0' * 64}"),
         ({"data_hash": "0" * 64}, f"data is {'d' * 64} against {'0' * 64}"),
         ({"tokenizer_hash": "0" * 64}, f"tokenizer is {'e' * 64} against {'0' * 64}"),
     ],
 )
-def test_another_contract_or_other_data_are_refused_by_name(run_a, tmp_path, change, said):
+def test_other_data_are_refused_by_name(run_a, tmp_path, change, said):
     assert refusals(run_a, tmp_path, startup=lambda startup: startup.update(change)) == (said,)
+
+
+def test_another_contract_is_refused_by_the_field_that_differs(run_a, tmp_path):
+    def plant(startup: dict[str, Any]) -> None:
+        set_contract(startup, attention="in another order")
+
+    other = refusals(run_a, tmp_path / "widths", numerics__grad_lsb=36)
+    assert other == ("contract grad_lsb is 40 against 36",)
+    unknown = refusals(run_a, tmp_path / "rule", startup=plant)
+    assert unknown == ("contract attention is absent against in another order",)
 
 
 @pytest.mark.parametrize(

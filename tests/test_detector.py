@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from report_fixtures import (
     ENDED_AT,
+    PROMPT,
     Tensors,
+    edit_json,
     make_digests,
     make_facts,
     make_job,
@@ -290,6 +292,7 @@ def test_a_rollout_without_active_tokens_is_inconclusive(tmp_path):
             "train_row_digest",
         ):
             tensors[name][:] = 0
+        tensors["lengths"][:] = PROMPT
 
     run_dir = write_run(
         tmp_path / "run", tensors=in_rollout(mask_all), facts=facts_in_rollout(cp_tokens=(0, 0))
@@ -307,6 +310,7 @@ def test_a_run_without_any_active_token_compares_nothing(tmp_path):
             "train_row_digest",
         ):
             tensors[name][:] = 0
+        tensors["lengths"][:] = PROMPT
 
     def no_tokens(index: int, facts: dict[str, Any]) -> None:
         facts["cp_tokens"] = (0, 0)
@@ -424,7 +428,10 @@ def test_a_run_that_stopped_early_fails_counts(tmp_path):
 
 
 def test_a_missing_update_fails_counts(tmp_path):
-    run_dir = write_run(tmp_path / "run", config={"updates_per_rollout": 2})
+    def plant(index: int, facts: dict[str, Any]) -> None:
+        facts.update(weight_version_rollout=2 * index, weight_version_train=2 * index)
+
+    run_dir = write_run(tmp_path / "run", facts=plant, config={"updates_per_rollout": 2})
     expect(run_dir, {"counts": FAIL}, "1 updates with 1 gradient norms, planned 2")
 
 
@@ -508,7 +515,9 @@ def test_native_routes_report_their_mismatches_and_do_not_judge_them(tmp_path):
     def flip(tensors: Tensors) -> None:
         tensors["train_logprob"].view(np.int32)[first_active(tensors)] ^= 1
 
-    judgement = judge(write_run(tmp_path / "run", tensors=in_rollout(flip), facts=plant))
+    run_dir = write_run(tmp_path / "run", tensors=in_rollout(flip), facts=plant)
+    edit_json(run_dir / "manifest.json", lambda said: said["config"]["numerics"].update(mode="native"))
+    judgement = judge(run_dir)
     bits = next(gate for gate in judgement.gates if gate.name == "bits")
     assert (bits.verdict, bits.judged) == (FAIL, False)
     assert judgement.verdict is PASS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 ELEMENTWISE = (
@@ -14,6 +15,11 @@ ELEMENTWISE = (
     "gumbel: -log(-log(u)), u=(k+0.5)*2^-24, in float32",
     "transcendentals: exp log rsqrt sin cos in float32 only",
 )
+
+
+def contract_sha256(fields: Mapping[str, object]) -> str:
+    """Hash a contract's fields, as they are or as a manifest lists them; 64 hex characters."""
+    return hashlib.sha256(json.dumps(dict(fields), sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ class Contract:
     @property
     def sha256(self) -> str:
         """Return the contract's SHA-256, 64 hex characters, over its canonical JSON."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        return contract_sha256(asdict(self))
 
     @property
     def block(self) -> int:

@@ -21,8 +21,8 @@ from rlsp.report.compare_records import (
 from rlsp.report.compare_rules import notes, refusals
 from rlsp.report.compare_stages import Found, Pair, Recorded, compare_initial
 from rlsp.report.digests import RolloutDigests, digests_path
-from rlsp.report.evidence import RunEvidence, collect
-from rlsp.report.files import EvidenceError
+from rlsp.report.evidence import RunEvidence
+from rlsp.report.files import EvidenceError, shown
 from rlsp.report.manifest import MANIFEST_NAME, Manifest
 from rlsp.report.verdict import verify
 
@@ -37,6 +37,8 @@ _UNITS = {
     Stage.WEIGHTS: "virtual shards",
 }
 
+_SHOWN = 3
+
 
 @dataclass(frozen=True)
 class _Run:
@@ -45,6 +47,7 @@ class _Run:
     owners: Owners
     rollouts: int
     facts: RunFacts
+    contradictions: tuple[str, ...]
 
     def recorded(self, index: int) -> Recorded:
         """Read one rollout."""
@@ -58,15 +61,16 @@ class _Run:
 def compare(run_a: str | Path, run_b: str | Path) -> Comparison:
     """Compare two sealed runs in the order in which things happen, up to the shorter one's last rollout.
 
-    Runs whose evidence was damaged, or whose contract, data, seeds or result-relevant configuration differ,
-    are not compared: every reason is listed.
+    Runs whose evidence was damaged or does not say what was measured, or whose contract, data, seeds or
+    result-relevant configuration differ, are not compared: every reason is listed.
     """
     opened = [_open(side, Path(folder)) for side, folder in (("A", run_a), ("B", run_b))]
     damage = tuple(fault for _, faults in opened for fault in faults)
     a, b = opened[0][0], opened[1][0]
     if damage or a is None or b is None:
         return _refused((), damage, ())
-    facts, said = (a.facts, b.facts), notes(a.manifest, b.manifest)
+    facts = a.facts, b.facts
+    said = (*notes(a.manifest, b.manifest), *_first_few(a.contradictions), *_first_few(b.contradictions))
     if reasons := refusals(a.manifest, b.manifest):
         return _refused(facts, reasons, said)
     common = min(a.rollouts, b.rollouts)
@@ -91,9 +95,10 @@ def compare(run_a: str | Path, run_b: str | Path) -> Comparison:
 
 def _open(side: str, folder: Path) -> tuple[_Run | None, list[str]]:
     """Verify a run; return it, or everything that is wrong with its evidence."""
-    verification, evidence = verify(folder), collect(folder)
+    verification = verify(folder)
+    evidence = verification.evidence
     faults = [f"run {side} is damaged: {line}" for line in verification.damage]
-    faults += [f"run {side} contradicts itself: {fault}" for fault in evidence.faults]
+    faults += [f"run {side} contradicts itself: {shown(fault)}" for fault in evidence.faults]
     if faults or evidence.manifest is None:
         return None, faults
     try:
@@ -102,7 +107,14 @@ def _open(side: str, folder: Path) -> tuple[_Run | None, list[str]]:
         return None, [f"run {side}: {error}"]
     rollouts = _unbroken(evidence)
     facts = _facts(evidence.manifest, verification.judgement.verdict.value, rollouts)
-    return _Run(folder, evidence.manifest, owners, rollouts, facts), []
+    # What whole and sealed files state differently is a finding: its first trace in the bits is looked for.
+    odd = tuple(shown(f"run {side} contradicts itself: {what}") for what in evidence.contradictions)
+    return _Run(folder, evidence.manifest, owners, rollouts, facts, odd), []
+
+
+def _first_few(lines: tuple[str, ...]) -> tuple[str, ...]:
+    rest = len(lines) - _SHOWN
+    return (*lines[:_SHOWN], f"and {rest} more contradictions") if rest > 0 else lines
 
 
 def _unbroken(evidence: RunEvidence) -> int:

@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rlsp.report.files import EvidenceError, write_atomically
+from rlsp.report.files import EvidenceError, read_regular, shown, write_atomically
 
 
 class Document(BaseModel):
@@ -31,10 +31,17 @@ class Document(BaseModel):
             named.
         """
         try:
-            return cls.model_validate_json(path.read_bytes())
+            return cls.model_validate_json(read_regular(path))
         except OSError as error:
             raise EvidenceError(f"{path.name} cannot be read: {error.strerror or error}") from error
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            place = ".".join(str(part) for part in first["loc"]) or "the document"
-            raise EvidenceError(f"{path.name} is damaged: {place}: {first['msg']}") from error
+            raise EvidenceError(f"{path.name} is damaged: {first_fault(error)}") from error
+        except RecursionError as error:
+            raise EvidenceError(f"{path.name} is damaged: it is nested too deeply") from error
+
+
+def first_fault(error: ValidationError) -> str:
+    """Say in one line where a document does not fit its schema, and how."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(str(part) for part in first["loc"]) or "the document"
+    return shown(f"{place}: {first['msg']}")

@@ -2,67 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import ValidationError
 
 from rlsp.report import tensors as tensor_file
 from rlsp.report.consistency import ConsistencyReport, RolloutRecord, TokenEvidence, measure, total
+from rlsp.report.contradictions import of_manifest, of_record, of_row, of_statistics, of_tensors, row_metrics
 from rlsp.report.digests import FOLDER as DIGESTS_FOLDER
 from rlsp.report.digests import RolloutDigests, contradictions, digests_path
-from rlsp.report.files import EvidenceError, canonical_json, sha256_bytes
+from rlsp.report.documents import first_fault
+from rlsp.report.files import EvidenceError, list_contents, shown
 from rlsp.report.manifest import MANIFEST_NAME, Manifest
 from rlsp.report.metrics import STEP
+from rlsp.report.planned import Planned
 from rlsp.report.recorder import CONSISTENCY_NAME, METRICS_NAME, whole_rows
-from rlsp.report.records import Statistics
 
-# Exponentials differ between mathematics libraries in their last bits; everything else is exact.
-_THROUGH_EXP = frozenset({"kl_k3", "ppl_ratio", "ess", "sums"})
-_EXP_RELATIVE = 1e-9
-# k3 is a difference of nearly equal numbers, so near zero only its size counts.
-_EXP_ABSOLUTE = 1e-12
-
-
-class _Open(BaseModel):
-    """A part of the composed config; keys that no gate asks about are left alone."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class _Parallel(_Open):
-    dp: int
-    cp: int
-    tp: int
-    sp: int
-
-
-class _Rollout(_Open):
-    engine: str
-
-
-class Planned(_Open):
-    """What the composed config promised."""
-
-    num_rollouts: int
-    updates_per_rollout: int
-    prompts_per_rollout: int
-    samples_per_prompt: int
-    parallel: _Parallel
-    rollout: _Rollout
-
-    @property
-    def sequences(self) -> int:
-        """Count the sequences of one rollout."""
-        return self.prompts_per_rollout * self.samples_per_prompt
-
-    @property
-    def world_size(self) -> int:
-        """Count the ranks."""
-        return self.parallel.dp * self.parallel.cp * self.parallel.tp
+_INDEX_DIGITS = 19
 
 
 @dataclass(frozen=True)
@@ -73,15 +33,19 @@ class Measured:
         evidence: The comparison, measured again; None where a side was never recorded or the file is damaged.
         absent: Compared tensors that the file lacks.
         faults: What is malformed.
+        contradictions: Where it is not what the config prescribes, or advantages not what the rewards give.
         sequences: Sequences in the file.
         active_tokens: Active tokens in the file.
+        metrics: What a row of metrics.jsonl must say of the file.
     """
 
     evidence: TokenEvidence | None
     absent: tuple[str, ...]
     faults: tuple[str, ...]
-    sequences: int
-    active_tokens: int
+    sequences: int = 0
+    active_tokens: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    contradictions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,7 +60,8 @@ class RunEvidence:
         digested: Indices of the digest files.
         strays: Files in rollouts/ and digests/ that belong to no rollout.
         rows: Rollout indices of metrics.jsonl in file order.
-        faults: What is damaged, missing or contradicts itself.
+        faults: What is damaged, missing or does not say what was measured.
+        contradictions: What whole files state differently from each other or from the config.
     """
 
     manifest: Manifest | None
@@ -107,6 +72,7 @@ class RunEvidence:
     strays: tuple[str, ...]
     rows: tuple[int, ...]
     faults: tuple[str, ...]
+    contradictions: tuple[str, ...]
 
     def compared(self) -> Iterator[tuple[int, TokenEvidence]]:
         """Yield every rollout whose two sides could be compared."""
@@ -120,32 +86,41 @@ def collect(run_dir: Path) -> RunEvidence:
 
     A run that recorded no rollout has no reports either: that is not damage, and the counts tell.
     """
-    faults: list[str] = []
+    faults = list(list_contents(run_dir).faults)
+    contradicting: list[str] = []
     manifest, planned = _manifest(run_dir, faults)
     tensor_files, strays = _numbered(run_dir, tensor_file.FOLDER, tensor_file.rollout_path)
     # One at a time in memory.
-    measured = {index: _measure(path) for index, path in tensor_files.items()}
-    digest_files, digest_strays = _numbered(run_dir, DIGESTS_FOLDER, digests_path)
-    report = _report(run_dir, faults) if measured or (run_dir / CONSISTENCY_NAME).exists() else None
-    records = {record.index: record for record in report.rollouts} if report else {}
-    if report and len(records) != len(report.rollouts):
-        faults.append(f"{CONSISTENCY_NAME} lists a rollout twice")
+    measured = {index: _measure(path, planned) for index, path in tensor_files.items()}
     for index, rollout in sorted(measured.items()):
         name = tensor_file.rollout_path(run_dir, index).name
         faults += [f"{name}: {fault}" for fault in rollout.faults]
-        if rollout.evidence is not None and index in records:
-            faults += _contradictions(
-                f"{CONSISTENCY_NAME}, rollout {index}", records[index], rollout.evidence
-            )
-    if report:
-        faults += _contradictions(f"{CONSISTENCY_NAME}, total", report.total, total(report.rollouts))
+        contradicting += [f"{name}: {what}" for what in rollout.contradictions]
+    digest_files, digest_strays = _numbered(run_dir, DIGESTS_FOLDER, digests_path)
+    records = _records(run_dir, measured, faults)
+    if planned is not None:
+        for index, record in sorted(records.items()):
+            place = f"{CONSISTENCY_NAME}, rollout {index}"
+            contradicting += [f"{place}: {what}" for what in of_record(record, planned)]
     initial = manifest.startup.initial_weights_digest if manifest and manifest.startup else None
-    for index, path in digest_files.items():
-        faults += _digest_faults(path, records.get(index), initial)
-    rows = _rows(run_dir, faults) if report or (run_dir / METRICS_NAME).exists() else ()
-    strays += digest_strays
+    losses = {index: _loss(path, records.get(index), initial, faults) for index, path in digest_files.items()}
+    recorded = bool(records or measured or (run_dir / METRICS_NAME).exists())
+    rows = _rows(run_dir, faults) if recorded else []
+    for index, row in rows:
+        if index in records:
+            metrics = measured[index].metrics if index in measured else {}
+            found = of_row(row, records[index], losses.get(index), metrics)
+            contradicting += [f"{METRICS_NAME}, rollout {index}: {what}" for what in found]
     return RunEvidence(
-        manifest, planned, records, measured, tuple(digest_files), tuple(strays), rows, tuple(faults)
+        manifest,
+        planned,
+        records,
+        measured,
+        tuple(digest_files),
+        (*strays, *digest_strays),
+        tuple(index for index, _ in rows),
+        tuple(faults),
+        tuple(contradicting),
     )
 
 
@@ -155,33 +130,54 @@ def _manifest(run_dir: Path, faults: list[str]) -> tuple[Manifest | None, Planne
     except EvidenceError as error:
         faults.append(str(error))
         return None, None
-    if sha256_bytes(canonical_json(manifest.config)) != manifest.config_hash:
-        faults.append(f"{MANIFEST_NAME}: config_hash is not the hash of config")
+    planned = None
     try:
-        return manifest, Planned.model_validate(manifest.config)
-    except ValueError as error:
-        faults.append(f"{MANIFEST_NAME}: config does not say what was planned: {error}")
-        return manifest, None
+        planned = Planned.model_validate(manifest.config)
+    except ValidationError as error:
+        faults.append(f"{MANIFEST_NAME}: config does not say what was planned: {first_fault(error)}")
+    faults += [f"{MANIFEST_NAME}: {fault}" for fault in of_manifest(manifest, planned)]
+    return manifest, planned
 
 
-def _report(run_dir: Path, faults: list[str]) -> ConsistencyReport | None:
+def _records(run_dir: Path, measured: Mapping[int, Measured], faults: list[str]) -> dict[int, RolloutRecord]:
+    """Read consistency.json and hold it against the tensors and its own total."""
+    if not measured and not (run_dir / CONSISTENCY_NAME).exists():
+        return {}
     try:
-        return ConsistencyReport.read(run_dir / CONSISTENCY_NAME)
+        report = ConsistencyReport.read(run_dir / CONSISTENCY_NAME)
     except EvidenceError as error:
         faults.append(str(error))
-        return None
+        return {}
+    records = {record.index: record for record in report.rollouts}
+    if len(records) != len(report.rollouts):
+        faults.append(f"{CONSISTENCY_NAME} lists a rollout twice")
+    for index, record in sorted(records.items()):
+        tokens = measured[index].evidence if index in measured else None
+        found = list(of_statistics(record, tokens)) if tokens is not None else []
+        faults += [f"{CONSISTENCY_NAME}, rollout {index}: {fault}" for fault in found]
+    faults += [f"{CONSISTENCY_NAME}, total: {fault}" for fault in _of_total(report)]
+    return records
 
 
-def _rows(run_dir: Path, faults: list[str]) -> tuple[int, ...]:
+def _of_total(report: ConsistencyReport) -> list[str]:
     try:
-        rows = [row for _, row in whole_rows(run_dir / METRICS_NAME)]
+        return list(of_statistics(report.total, total(report.rollouts)))
+    except ArithmeticError as error:
+        # Sums that no tokens can have.
+        return [f"the rollouts cannot be added up: {error}"]
+
+
+def _rows(run_dir: Path, faults: list[str]) -> list[tuple[int, dict[str, Any]]]:
+    """Read metrics.jsonl: the rollout index of every row, and the row."""
+    try:
+        rows = [(row.get(STEP), row) for _, row in whole_rows(run_dir / METRICS_NAME)]
     except EvidenceError as error:
         faults.append(str(error))
-        return ()
-    indices = [row.get(STEP) for row in rows]
-    if not all(isinstance(index, int) for index in indices):
+        return []
+    indexed = [(index, row) for index, row in rows if type(index) is int]
+    if len(indexed) != len(rows):
         faults.append(f"{METRICS_NAME}: a row has no rollout index")
-    return tuple(index for index in indices if isinstance(index, int))
+    return indexed
 
 
 def _numbered(
@@ -190,36 +186,45 @@ def _numbered(
     """List the files of `folder` by the rollout that they belong to, and those that belong to none."""
     files, strays = {}, []
     for path in sorted((run_dir / folder).glob("*")):
-        index = int(path.stem) if path.stem.isdecimal() else -1
+        # An index of more digits than a machine word is no index.
+        index = int(path.stem) if path.stem.isdecimal() and len(path.stem) < _INDEX_DIGITS else -1
         if path == named(run_dir, index):
             files[index] = path
         else:
-            strays.append(path.relative_to(run_dir).as_posix())
+            strays.append(shown(path.relative_to(run_dir).as_posix()))
     return files, strays
 
 
-def _digest_faults(path: Path, record: RolloutRecord | None, initial: str | None) -> list[str]:
-    """List what is wrong with a digest file; without a record it can only be read."""
+def _loss(path: Path, record: RolloutRecord | None, initial: str | None, faults: list[str]) -> float | None:
+    """Read a digest file, hold it against its record if there is one, and return its last update's loss."""
     place = path.relative_to(path.parents[1]).as_posix()
     try:
         digests = RolloutDigests.read(path)
     except EvidenceError as error:
-        return [f"{DIGESTS_FOLDER}/{error}"]
-    return [f"{place}: {fault}" for fault in contradictions(digests, record, initial)] if record else []
+        faults.append(f"{DIGESTS_FOLDER}/{error}")
+        return None
+    if record is not None:
+        faults += [f"{place}: {fault}" for fault in contradictions(digests, record, initial)]
+    return digests.updates[-1].loss
 
 
-def _measure(path: Path) -> Measured:
+def _measure(path: Path, planned: Planned | None) -> Measured:
     try:
         tensors = tensor_file.read(path)
     except EvidenceError as error:
-        return Measured(None, (), (str(error),), 0, 0)
+        return Measured(None, (), (str(error),))
     absent = tuple(sorted(tensor_file.COMPARED - tensors.keys()))
     faults = [
         f for f in tensor_file.form_faults(tensors) if f not in {f"{name} is missing" for name in absent}
     ]
     if faults:
-        return Measured(None, absent, tuple(faults), 0, 0)
+        return Measured(None, absent, tuple(faults))
     faults = tensor_file.value_faults(tensors)
+    contradicting: tuple[str, ...] = ()
+    metrics: dict[str, float] = {}
+    if planned is not None:
+        contradicting = tuple(of_tensors(tensors, planned))
+        metrics = row_metrics(tensors, planned.samples_per_prompt)
     mask = tensors["active_mask"].astype(np.bool_)
     evidence = None
     if not absent:
@@ -230,24 +235,5 @@ def _measure(path: Path) -> Measured:
             tensors["rollout_row_digest"].astype(np.int64, copy=False),
             tensors["train_row_digest"].astype(np.int64, copy=False),
         )
-    return Measured(evidence, absent, tuple(faults), mask.shape[0], int(np.count_nonzero(mask)))
-
-
-def _contradictions(place: str, stored: Statistics, measured: Statistics) -> list[str]:
-    """List the statistics of `measured` that `stored` states otherwise."""
-    faults = []
-    for name in type(measured).model_fields:
-        said, found = getattr(stored, name), getattr(measured, name)
-        if not _same(said, found, exact=name not in _THROUGH_EXP):
-            faults.append(f"{place}: {name} is {said}, but the evidence gives {found}")
-    return faults
-
-
-def _same(a: object, b: object, *, exact: bool) -> bool:
-    if isinstance(a, BaseModel) and isinstance(b, BaseModel):
-        return all(_same(getattr(a, name), getattr(b, name), exact=exact) for name in type(a).model_fields)
-    if isinstance(a, float) and isinstance(b, float):
-        if math.isnan(a) or math.isnan(b):
-            return math.isnan(a) and math.isnan(b)
-        return a == b if exact else math.isclose(a, b, rel_tol=_EXP_RELATIVE, abs_tol=_EXP_ABSOLUTE)
-    return a == b
+    active = int(np.count_nonzero(mask))
+    return Measured(evidence, absent, tuple(faults), mask.shape[0], active, metrics, contradicting)

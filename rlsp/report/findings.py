@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from rlsp.report.documents import Document
+from rlsp.report.files import shown
 
 _SHOWN_REASONS = 3
 
@@ -37,7 +38,7 @@ class Findings:
     def result(self, name: str, *, judged: bool = True) -> GateResult:
         """Answer for the gate `name`, with the first reasons and the count of the others."""
         verdict = Verdict.FAIL if self.faults else Verdict.INCONCLUSIVE if self.doubts else Verdict.PASS
-        reasons = self.faults + self.doubts
+        reasons = [shown(reason) for reason in self.faults + self.doubts]
         if len(reasons) > _SHOWN_REASONS:
             reasons = [*reasons[:_SHOWN_REASONS], f"and {len(reasons) - _SHOWN_REASONS} more"]
         return GateResult(name=name, verdict=verdict, reasons=tuple(reasons), judged=judged)

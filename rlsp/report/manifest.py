@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from pydantic import JsonValue, ValidationError
 
-from rlsp.config import Config, Job, to_plain
+from rlsp.config import Job, to_plain
+from rlsp.layout import Layout, RolloutLayout
 from rlsp.report.documents import Document
 from rlsp.report.files import EvidenceError, canonical_json, json_safe, sha256_bytes
 from rlsp.report.provenance import CodeRevision, Hardware, code_revision, hardware, package_versions
@@ -137,8 +138,8 @@ def begin(job: Job, environment: Mapping[str, str]) -> Manifest:
         overrides=job.overrides,
         config=json_safe(to_plain(config)),
         config_hash=config.config_hash,
-        layout=_training_layout(config),
-        rollout_layout=_engine_layout(config),
+        layout=training_layout(config.layout),
+        rollout_layout=engine_layout(config.rollout_layout),
         seeds={"seed": config.seed},
         entropy_coef=config.entropy_coef,
         code=code_revision(),
@@ -196,15 +197,15 @@ def _replaced(path: Path, **changes: Any) -> Manifest:
     return manifest
 
 
-def _training_layout(config: Config) -> TrainingLayout:
-    layout = config.layout
+def training_layout(layout: Layout) -> TrainingLayout:
+    """Write a training layout with the place of every rank."""
     table = tuple(RankPlace(**row) for row in layout.table())
     return TrainingLayout(dp=layout.dp, cp=layout.cp, tp=layout.tp, sp=layout.sp, table=table)
 
 
-def _engine_layout(config: Config) -> EngineLayout:
-    layout = config.rollout_layout
-    places = [(rank, layout.coords(rank)) for rank in range(config.world_size)]
+def engine_layout(layout: RolloutLayout) -> EngineLayout:
+    """Write a rollout layout with the place of every rank."""
+    places = [(rank, layout.coords(rank)) for rank in range(layout.world_size)]
     table = tuple(
         EnginePlace(rank=rank, engine=at.engine if at else None, tp=at.tp if at else None)
         for rank, at in places

@@ -21,7 +21,7 @@ from rlsp.report.consistency import (
 )
 from rlsp.report.digests import FOLDER as DIGESTS_FOLDER
 from rlsp.report.digests import RolloutDigests, digests_path, misplaced
-from rlsp.report.files import EvidenceError, json_safe, write_atomically
+from rlsp.report.files import EvidenceError, json_safe, read_regular, write_atomically
 
 CONSISTENCY_NAME = "consistency.json"
 METRICS_NAME = "metrics.jsonl"
@@ -101,7 +101,7 @@ class Recorder:
         self._records = records
         # NumPy's scalars are no JSON numbers.
         values = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
-        self._append({registry.STEP: index, **values, **_consistency_metrics(record)})
+        self._append({registry.STEP: index, **values, **consistency_metrics(record)})
         return record
 
     def _kept(self, first: int) -> tuple[RolloutRecord, ...]:
@@ -153,7 +153,7 @@ def whole_rows(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
         EvidenceError: The file is missing, or a complete line is no JSON object.
     """
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = read_regular(path).splitlines(keepends=True)
     except OSError as error:
         raise EvidenceError(f"{path.name} cannot be read: {error.strerror or error}") from error
     rows = []
@@ -174,6 +174,8 @@ def parse_row(line: bytes, place: str) -> dict[str, Any]:
         row = json.loads(line)
     except ValueError as error:
         raise EvidenceError(f"{place} is damaged: {error}") from error
+    except RecursionError as error:
+        raise EvidenceError(f"{place} is damaged: it is nested too deeply") from error
     if not isinstance(row, dict):
         raise EvidenceError(f"{place} is damaged: not a JSON object")
     return row
@@ -190,7 +192,8 @@ def _record(index: int, tensors: Mapping[str, Any], facts: RolloutFacts) -> Roll
     return RolloutRecord(index=index, **dict(evidence), **dict(facts))
 
 
-def _consistency_metrics(evidence: TokenEvidence) -> dict[str, float]:
+def consistency_metrics(evidence: TokenEvidence) -> dict[str, float]:
+    """Return what a row of metrics.jsonl says of a rollout's comparison."""
     return {
         "consistency/active_tokens": evidence.active_tokens,
         "consistency/mismatched_tokens": evidence.mismatched_tokens,

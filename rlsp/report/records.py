@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rlsp.report.documents import Document
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+"""How many there are of something; what no machine can count is no count."""
+
+Bucket = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,18})$")]
 
 
 def float64_bits(value: float) -> str:
@@ -26,8 +31,8 @@ def bits_fit(bits: str, value: float) -> bool:
 class TokenLocation(Document):
     """A token of a rollout, with what each side has there as a hexadecimal bit pattern."""
 
-    sample: int
-    position: int
+    sample: Count
+    position: Count
     rollout: str
     train: str
 
@@ -59,19 +64,19 @@ class Statistics(Document):
     and ess are 0, the ratio 1.
     """
 
-    active_tokens: int
-    mismatched_tokens: int
-    mismatched_rows: int
-    missing_rollout: int
-    missing_train: int
+    active_tokens: Count
+    mismatched_tokens: Count
+    mismatched_rows: Count
+    missing_rollout: Count
+    missing_train: Count
     max_abs: float
     mean_abs: float
-    max_ulp: int
+    max_ulp: Count
     kl_k1: float
     kl_k3: float
     ppl_ratio: float
     ess: float
-    ulp_histogram: dict[str, int]
+    ulp_histogram: dict[Bucket, Count]
 
 
 class TokenEvidence(Statistics):
@@ -105,8 +110,8 @@ class RolloutFacts(Document):
     "decode", "train": "forward"}.
     """
 
-    weight_version_rollout: int
-    weight_version_train: int
+    weight_version_rollout: Count
+    weight_version_train: Count
     rollout_weights_digest: str
     trainer_weights_digest: str
     weights_digest: str
@@ -115,14 +120,14 @@ class RolloutFacts(Document):
     gradient_digest: str
     optimizer_digest: str
     gradient_norms: tuple[float, ...]
-    updates: int
+    updates: Count
     learning_rate: float
-    routes: dict[str, dict[str, int]]
+    routes: dict[str, dict[str, Count]]
     declared_routes: dict[str, str]
-    cp_tokens: tuple[int, ...]
+    cp_tokens: tuple[Count, ...]
     tp_replicas_agree: bool
     ranks_agree: bool
-    sequences: int
+    sequences: Count
     sources: dict[str, str]
 
     @model_validator(mode="after")
@@ -140,15 +145,15 @@ class RolloutFacts(Document):
 class RolloutRecord(TokenEvidence, RolloutFacts):
     """One entry of consistency.json's `rollouts`: the comparison and the facts of one rollout."""
 
-    index: int
+    index: Count
 
 
 class TotalEvidence(Statistics):
     """consistency.json's `total`: the statistics over all rollouts, and where the run ended."""
 
-    rollouts: int
-    first_mismatched_rollout: int | None
-    first_row_mismatched_rollout: int | None
+    rollouts: Count
+    first_mismatched_rollout: Count | None
+    first_row_mismatched_rollout: Count | None
     final_weights_digest: str | None
 
 

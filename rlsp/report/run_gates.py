@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 from rlsp.report.evidence import RunEvidence
 from rlsp.report.findings import Findings, GateResult
-from rlsp.report.manifest import RankAgreement
+from rlsp.report.manifest import RankAgreement, StartupFacts
+
+_SHOWN_ROLLOUTS = 8
 
 
 def version(run: RunEvidence) -> GateResult:
@@ -19,6 +22,12 @@ def version(run: RunEvidence) -> GateResult:
                 f"rollout {index} was drawn with weight version {record.weight_version_rollout}, "
                 f"the trainer had version {record.weight_version_train}"
             )
+        earlier = index * run.planned.updates_per_rollout if run.planned else record.weight_version_train
+        if record.weight_version_train != earlier:
+            found.faults.append(
+                f"rollout {index} was trained from weight version {record.weight_version_train}, "
+                f"but {earlier} updates came before it"
+            )
         if record.rollout_weights_digest != record.trainer_weights_digest:
             found.faults.append(
                 f"rollout {index}: the engines held weights {record.rollout_weights_digest}, the trainer "
@@ -27,8 +36,8 @@ def version(run: RunEvidence) -> GateResult:
         if index == 0:
             expected, source = startup.initial_weights_digest if startup else None, "the run began with"
         else:
-            before = run.records.get(index - 1)
-            expected, source = before.weights_digest if before else None, f"rollout {index - 1} ended with"
+            last = run.records.get(index - 1)
+            expected, source = last.weights_digest if last else None, f"rollout {index - 1} ended with"
         if expected is not None and record.trainer_weights_digest != expected:
             found.faults.append(
                 f"rollout {index}: the trainer had weights {record.trainer_weights_digest} at dispatch, "
@@ -90,7 +99,7 @@ def agreement(run: RunEvidence) -> GateResult:
         ("code", run.manifest.code.source_hash, lambda row: row.code_hash),
         (
             "kernels",
-            startup.agreement[0].kernel_digest if startup.agreement else "",
+            _kernel_digest(startup),
             lambda row: row.kernel_digest,
         ),
     )
@@ -101,6 +110,14 @@ def agreement(run: RunEvidence) -> GateResult:
     return found.result("agreement")
 
 
+def _kernel_digest(startup: StartupFacts) -> str:
+    """Return the digest of the kernels: the certificate's, or the first rank's where it has none."""
+    certified = startup.certificate.get("digest")
+    if isinstance(certified, str):
+        return certified
+    return startup.agreement[0].kernel_digest if startup.agreement else ""
+
+
 def counts(run: RunEvidence) -> GateResult:
     """Ask whether every rollout and every step is present, once."""
     found = Findings()
@@ -108,22 +125,13 @@ def counts(run: RunEvidence) -> GateResult:
     if run.planned is None:
         found.doubts.append("the manifest does not say how many rollouts were planned")
         return found.result("counts")
-    wanted = list(range(run.planned.num_rollouts))
     for what, present in (
         ("tensor file", sorted(run.measured)),
         ("digest file", sorted(run.digested)),
         ("entry in consistency.json", sorted(run.records)),
         ("row in metrics.jsonl", list(run.rows)),
     ):
-        if present == wanted:
-            continue
-        lost = [str(index) for index in wanted if index not in present]
-        if lost:
-            found.faults.append(f"no {what} for rollout {', '.join(lost[:8])}{' …' if len(lost) > 8 else ''}")
-        else:
-            found.faults.append(
-                f"one {what} is wanted for each of {len(wanted)} rollouts, there are {present}"
-            )
+        found.faults += _miscounted(what, present, run.planned.num_rollouts)
     for index, record in sorted(run.records.items()):
         if record.updates != run.planned.updates_per_rollout or len(record.gradient_norms) != record.updates:
             found.faults.append(
@@ -137,3 +145,21 @@ def counts(run: RunEvidence) -> GateResult:
                 f"{run.planned.sequences}"
             )
     return found.result("counts")
+
+
+def _miscounted(what: str, present: Sequence[int], planned: int) -> Iterator[str]:
+    """Say which rollouts lack something or have it twice, in time that grows with what is there alone."""
+    there = set(present)
+    missing = planned - sum(1 for index in there if 0 <= index < planned)
+    if missing:
+        lost = list(
+            itertools.islice(
+                (index for index in itertools.count() if index not in there), min(missing, _SHOWN_ROLLOUTS)
+            )
+        )
+        more = " …" if missing > len(lost) else ""
+        yield f"no {what} for rollout {', '.join(map(str, lost))}{more}"
+    elif len(present) != planned:
+        yield f"one {what} is wanted for each of {planned} rollouts, there are {len(present)}"
+    elif any(index != place for place, index in enumerate(present)):
+        yield f"{what} by {what}, the rollouts do not come in order: {list(present[:_SHOWN_ROLLOUTS])}"

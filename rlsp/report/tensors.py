@@ -10,7 +10,7 @@ import numpy.typing as npt
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from rlsp.report.files import EvidenceError
+from rlsp.report.files import EvidenceError, read_regular
 
 Array = npt.NDArray[np.generic]
 
@@ -66,9 +66,12 @@ def value_faults(tensors: Mapping[str, Array]) -> list[str]:
         faults.append("active_mask marks a token behind the end of its sequence")
     if mask[:, :1].any():
         faults.append("active_mask marks token 0, which no token precedes")
+    drawn = np.count_nonzero(mask, axis=1)[:, None]
+    if (mask != ((columns >= lengths[:, None] - drawn) & (columns < lengths[:, None]))).any():
+        faults.append("active_mask does not mark the last tokens of a sequence, one beside the other")
     faults += [
         f"{name} is not 0 where inactive"
-        for name in ("rollout_logprob", "train_logprob")
+        for name in sorted(COMPARED)
         if name in tensors and (tensors[name][~mask] != 0).any()
     ]
     faults += [
@@ -97,7 +100,7 @@ def read(path: Path) -> dict[str, Array]:
         EvidenceError: The file is missing or is no safetensors file.
     """
     try:
-        return dict(safetensors.numpy.load(path.read_bytes()))
+        return dict(safetensors.numpy.load(read_regular(path)))
     except OSError as error:
         raise EvidenceError(f"{path.name} cannot be read: {error.strerror or error}") from error
     except (SafetensorError, KeyError, ValueError, TypeError) as error:

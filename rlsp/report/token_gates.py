@@ -10,9 +10,9 @@ from rlsp.report.records import RolloutRecord, TokenEvidence, TokenLocation
 
 
 def evidence(run: RunEvidence) -> GateResult:
-    """Ask whether the files are readable, and whether the reports say what the tensors say."""
+    """Ask whether the files are readable, and whether each says what the others and the config say."""
     found = Findings()
-    found.faults += run.faults
+    found.faults += run.faults + run.contradictions
     return found.result("evidence")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,15 +12,18 @@ from rlsp.report.evidence import RunEvidence, collect
 from rlsp.report.files import (
     VERDICT_NAME,
     EvidenceError,
-    artifact_paths,
     canonical_json,
+    list_contents,
+    read_regular,
     remove_partials,
     sha256_bytes,
     sha256_file,
+    shown,
 )
 from rlsp.report.gates import GATES, GateResult, Verdict
-from rlsp.report.manifest import MANIFEST_NAME, Status
+from rlsp.report.manifest import MANIFEST_NAME, Manifest, Status
 from rlsp.report.page import write_page
+from rlsp.report.provenance import source_hash
 from rlsp.report.recorder import CONSISTENCY_NAME
 
 _WEIGHT = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 1, Verdict.FAIL: 2}
@@ -49,6 +53,7 @@ class Judgement:
 class VerdictDocument(Document):
     """The file VERDICT.json: `artifacts` maps the path of every sealed file to its SHA-256.
 
+    An empty folder stands there with a slash at its end and the SHA-256 of nothing.
     `self_digest` is the SHA-256 of this document's canonical JSON without that field, so that the seal seals
     itself.
     """
@@ -75,11 +80,15 @@ class Verification:
         stored: VERDICT.json; None if it is missing or damaged.
         judgement: The verdict that the files give now.
         damage: Every difference between the sealed run and the folder.
+        notes: What could not be checked, and why.
+        evidence: What was judged.
     """
 
     stored: VerdictDocument | None
     judgement: Judgement
     damage: tuple[str, ...]
+    notes: tuple[str, ...]
+    evidence: RunEvidence
 
     @property
     def exit_status(self) -> int:
@@ -89,7 +98,7 @@ class Verification:
 
 def is_run_folder(path: Path) -> bool:
     """Tell whether a folder is, or was, a run's."""
-    return any((path / name).exists() for name in (MANIFEST_NAME, CONSISTENCY_NAME, VERDICT_NAME))
+    return any(os.path.lexists(path / name) for name in (MANIFEST_NAME, CONSISTENCY_NAME, VERDICT_NAME))
 
 
 def judge(run_dir: str | Path, aborted: str | None = None) -> Judgement:
@@ -118,7 +127,7 @@ def seal(run_dir: str | Path, aborted: str | None = None) -> Judgement:
     judgement = _judgement(run, aborted)
     write_page(folder, run, judgement.verdict, judgement.reasons, judgement.gates)
     try:
-        artifacts = {path: sha256_file(folder / path) for path in artifact_paths(folder)}
+        artifacts = _artifacts(folder)
     except OSError as error:
         raise EvidenceError(f"cannot seal {folder}: {error}") from error
     document = VerdictDocument(
@@ -138,18 +147,19 @@ def verify(run_dir: str | Path) -> Verification:
     """Hash every file of a sealed run again, judge it again, and name each difference."""
     folder = Path(run_dir)
     stored, damage = _stored(folder)
-    judgement = judge(folder, stored.aborted if stored else None)
+    run = collect(folder)
+    judgement = _judgement(run, stored.aborted if stored else None)
+    damage += list_contents(folder).faults
+    notes: list[str] = []
     if stored:
         damage += _changed_files(folder, stored.artifacts)
-        if judgement.verdict is not stored.verdict:
-            damage.append(
-                f"{VERDICT_NAME} says {stored.verdict.value}, the files give {judgement.verdict.value}"
-            )
-        said = {gate.name: (gate.verdict, gate.judged) for gate in stored.gates}
-        for gate in judgement.gates:
-            if said.get(gate.name) != (gate.verdict, gate.judged):
-                damage.append(f"{VERDICT_NAME}: gate {gate.name} is now {gate.verdict.value}")
-    return Verification(stored, judgement, tuple(damage))
+        damage += _other_run(stored, run.manifest)
+        damage += _other_answers(stored, judgement)
+        if run.manifest is not None and run.manifest.code.source_hash == source_hash():
+            damage += _other_reasons(stored, judgement)
+        elif judgement.reasons or stored.reasons:
+            notes.append("other code sealed this run: the words of its reasons were not compared")
+    return Verification(stored, judgement, tuple(map(shown, damage)), tuple(notes), run)
 
 
 def _judgement(run: RunEvidence, aborted: str | None) -> Judgement:
@@ -171,21 +181,72 @@ def _stored(folder: Path) -> tuple[VerdictDocument | None, list[str]]:
     except EvidenceError as error:
         return None, [str(error)]
     # The form is compared too: a changed blank changes no value, yet the file is not what was sealed.
-    if stored.self_digest != stored.digest() or path.read_bytes() != stored.to_bytes():
+    if stored.self_digest != stored.digest() or read_regular(path) != stored.to_bytes():
         return stored, [f"{VERDICT_NAME} was changed after it was sealed"]
     return stored, []
 
 
+def _artifacts(folder: Path) -> dict[str, str]:
+    """Hash what a verdict seals."""
+    contents = list_contents(folder)
+    hashes = {path: sha256_file(folder / path) for path in contents.files}
+    return hashes | {f"{path}/": sha256_bytes(b"") for path in contents.empty}
+
+
 def _changed_files(folder: Path, sealed: dict[str, str]) -> list[str]:
-    present = set(artifact_paths(folder))
+    contents = list_contents(folder)
+    present = {*contents.files, *(f"{path}/" for path in contents.empty)}
     damage = [f"{path} is missing" for path in sorted(sealed.keys() - present)]
     damage += [f"{path} was added after the run was sealed" for path in sorted(present - sealed.keys())]
     for path in sorted(present & sealed.keys()):
         try:
-            changed = sha256_file(folder / path) != sealed[path]
+            found = sha256_bytes(b"") if path.endswith("/") else sha256_file(folder / path)
         except OSError as error:
             damage.append(f"{path} cannot be read: {error.strerror or error}")
             continue
-        if changed:
+        if found != sealed[path]:
             damage.append(f"{path} was changed after the run was sealed")
+    return damage
+
+
+def _other_run(stored: VerdictDocument, manifest: Manifest | None) -> list[str]:
+    """List what the seal and the manifest say differently of the run and of its end."""
+    if manifest is None:
+        return []
+    damage = []
+    if stored.run_id != manifest.run_id:
+        damage.append(f"{VERDICT_NAME} is of run {stored.run_id}, {MANIFEST_NAME} of run {manifest.run_id}")
+    if manifest.status is Status.RUNNING:
+        damage.append(f"{MANIFEST_NAME} says that the run has not ended, but it was sealed")
+    elif (manifest.status is Status.ABORTED) != (stored.verdict is Verdict.ABORTED):
+        damage.append(f"{VERDICT_NAME} says {stored.verdict.value}, {MANIFEST_NAME} {manifest.status.value}")
+    elif None not in (stored.aborted, manifest.aborted) and stored.aborted != manifest.aborted:
+        damage.append(f"{VERDICT_NAME} and {MANIFEST_NAME} give other reasons why the run was aborted")
+    return damage
+
+
+def _other_answers(stored: VerdictDocument, judgement: Judgement) -> list[str]:
+    damage = []
+    if judgement.verdict is not stored.verdict:
+        damage.append(f"{VERDICT_NAME} says {stored.verdict.value}, the files give {judgement.verdict.value}")
+    said = {gate.name: (gate.verdict, gate.judged) for gate in stored.gates}
+    for gate in judgement.gates:
+        if said.get(gate.name) != (gate.verdict, gate.judged):
+            damage.append(f"{VERDICT_NAME}: gate {gate.name} is now {gate.verdict.value}")
+    known = [gate.name for gate in judgement.gates]
+    damage += [
+        f"{VERDICT_NAME}: there is no gate {gate.name}" for gate in stored.gates if gate.name not in known
+    ]
+    return damage
+
+
+def _other_reasons(stored: VerdictDocument, judgement: Judgement) -> list[str]:
+    """Compare the reasons word for word, which means something only under the code that worded them."""
+    damage = []
+    if stored.reasons != judgement.reasons:
+        damage.append(f"{VERDICT_NAME}: its reasons are not those that the files give now")
+    said = {gate.name: gate.reasons for gate in stored.gates}
+    for gate in judgement.gates:
+        if said.get(gate.name, gate.reasons) != gate.reasons:
+            damage.append(f"{VERDICT_NAME}: gate {gate.name} gives other reasons than the files give now")
     return damage

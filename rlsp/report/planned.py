@@ -1,0 +1,107 @@
+"""What the composed config promised, as far as evidence is measured against it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rlsp.layout import Layout, RolloutLayout, padded_vocab
+
+Count = Annotated[int, Field(ge=1)]
+STRICT = "strict"
+
+
+class _Open(BaseModel):
+    """A part of the composed config; keys that no gate asks about are left alone."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class _Model(_Open):
+    vocab_size: Count
+    dtype: str
+
+
+class _Parallel(_Open):
+    dp: Count
+    cp: Count
+    tp: Count
+    sp: Count
+
+
+class _Rollout(_Open):
+    engine: str
+    tp: Count
+    engines: Count | None
+
+
+class _Numerics(_Open):
+    mode: str
+    virtual_tp: Count
+    token_block: Count
+    q_block: Count
+    k_block: Count
+    row_tile: Count
+    grad_lsb: int
+    threads: Count
+
+
+class Planned(_Open):
+    """What the composed config promised."""
+
+    seed: int
+    num_rollouts: Count
+    updates_per_rollout: Count
+    prompts_per_rollout: Count
+    samples_per_prompt: Count
+    max_response_tokens: Count
+    learning_rate: float
+    entropy_coef: float
+    model: _Model
+    parallel: _Parallel
+    rollout: _Rollout
+    numerics: _Numerics
+
+    @property
+    def sequences(self) -> int:
+        """Count the sequences of one rollout."""
+        return self.prompts_per_rollout * self.samples_per_prompt
+
+    @property
+    def world_size(self) -> int:
+        """Count the ranks."""
+        return self.parallel.dp * self.parallel.cp * self.parallel.tp
+
+    @property
+    def layout(self) -> Layout:
+        """Derive the training layout.
+
+        Raises:
+            ValueError: There is no such layout.
+        """
+        return Layout(dp=self.parallel.dp, cp=self.parallel.cp, tp=self.parallel.tp, sp=self.parallel.sp)
+
+    @property
+    def rollout_layout(self) -> RolloutLayout:
+        """Derive the rollout layout: without a stated count, as many engines as fit.
+
+        Raises:
+            ValueError: There is no such layout.
+        """
+        engines = self.rollout.engines or self.world_size // self.rollout.tp
+        return RolloutLayout(tp=self.rollout.tp, engines=engines, world_size=self.world_size)
+
+    @property
+    def contract(self) -> dict[str, object]:
+        """List the fields of the numeric contract that the config decides."""
+        numerics = self.numerics.model_dump(exclude={"mode"})
+        width = padded_vocab(self.model.vocab_size, self.numerics.virtual_tp)
+        return {**numerics, "dtype": self.model.dtype, "padded_vocab": width}
+
+    def route(self, operator: str) -> str | None:
+        """Name the route that the config prescribes for an operator ("train.attention"); None if it is free.
+
+        This is the one place that knows how a config prescribes routes.
+        """
+        return STRICT if self.numerics.mode == STRICT else None
