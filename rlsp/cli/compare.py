@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlsp.cli.output import UNUSABLE, answer, complain
 from rlsp.report.compare import compare
 from rlsp.report.compare_records import Comparison, Difference, Outcome, RunFacts, Side, StageResult, State
 from rlsp.report.verdict import is_run_folder
 
-_USAGE = 2
 _EXIT_STATUS = {Outcome.EQUAL: 0, Outcome.DIFFERENT: 3, Outcome.NOT_COMPARABLE: 4}
 _STATES = {
     State.EQUAL: ("equal", "green"),
@@ -24,7 +25,6 @@ _STATES = {
     State.EMPTY: ("nothing to compare", "dim"),
 }
 _SHOWN_RANKS = 16
-_LOG_WIDTH = 160
 _EPILOG = """order:
   initial weights; then in each rollout tokens, rollout log-prob, rollout row, train log-prob, train row,
   rewards, advantages; then in each update loss, gradients, gradient norm, optimizer state, weights.
@@ -34,7 +34,7 @@ _EPILOG = """order:
 
 exit status:
   0  equal, bit by bit
-  2  no run folder there
+  2  no run folder there, or the answer cannot be printed
   3  different
   4  not comparable: other contract, data, seeds or configuration, or damaged evidence
 """
@@ -42,6 +42,10 @@ exit status:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare the runs that the command line names; return the exit status."""
+    return answer("rlsp-compare", partial(_answer, arguments))
+
+
+def _answer(arguments: Sequence[str] | None, console: Console) -> int:
     parser = argparse.ArgumentParser(
         prog="rlsp-compare",
         description="Compare two runs bit by bit from their files alone, in the order in which things "
@@ -55,21 +59,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     wrong = [run for run in (chosen.run_a, chosen.run_b) if not run.is_dir() or not is_run_folder(run)]
     for run in wrong:
-        print(f"rlsp-compare: {run} is no {'run ' if run.is_dir() else ''}folder", file=sys.stderr)
+        complain(f"rlsp-compare: {run} is no {'run ' if run.is_dir() else ''}folder")
     if wrong:
-        return _USAGE
+        return UNUSABLE
     comparison = compare(chosen.run_a, chosen.run_b)
     if chosen.json:
-        print(comparison.to_bytes().decode(), end="")
+        console.file.write(comparison.to_bytes().decode())
     else:
-        _show(comparison)
+        _show(comparison, console)
     return _EXIT_STATUS[comparison.outcome]
 
 
-def _show(comparison: Comparison) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_LOG_WIDTH)
+def _show(comparison: Comparison, console: Console) -> None:
     _print(console, *(f"{side}  {_run_text(run)}" for side, run in zip("AB", comparison.runs, strict=False)))
     _print(console, *(f"note: {note}" for note in comparison.notes), style="dim")
     if comparison.outcome is Outcome.NOT_COMPARABLE:

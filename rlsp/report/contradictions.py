@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from datetime import datetime
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -171,7 +172,7 @@ def words(value: object) -> str:
         return ", ".join(map(words, value)) or "empty"
     if isinstance(value, bool):
         return "true" if value else "false"
-    return str(value)
+    return str(value.value if isinstance(value, Enum) else value)
 
 
 def _end(manifest: Manifest) -> Iterator[str]:

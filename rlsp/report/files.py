@@ -84,7 +84,10 @@ def open_regular(path: Path) -> BinaryIO:
     Raises:
         OSError: The file cannot be opened, or is no regular one.
     """
-    _require_regular(path.lstat().st_mode)
+    try:
+        _require_regular(path.lstat().st_mode)
+    except ValueError as error:
+        raise OSError(errno.EINVAL, "no file can have this name") from error
     # What was put in its place meanwhile is neither followed nor waited for.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
+from rlsp.report.contradictions import words
 from rlsp.report.evidence import RunEvidence
 from rlsp.report.findings import Findings, GateResult
 from rlsp.report.manifest import RankAgreement, StartupFacts
@@ -112,9 +113,8 @@ def agreement(run: RunEvidence) -> GateResult:
 
 def _kernel_digest(startup: StartupFacts) -> str:
     """Return the digest of the kernels: the certificate's, or the first rank's where it has none."""
-    certified = startup.certificate.get("digest")
-    if isinstance(certified, str):
-        return certified
+    if "digest" in startup.certificate:
+        return words(startup.certificate["digest"])
     return startup.agreement[0].kernel_digest if startup.agreement else ""
 
 

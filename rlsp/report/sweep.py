@@ -112,10 +112,15 @@ def summarise(sweep_dir: Path, outcomes: Sequence[JobOutcome]) -> SweepSummary:
     Raises:
         EvidenceError: The sweep folder cannot be written.
     """
-    read = [_job(sweep_dir, outcome) for outcome in sorted(outcomes, key=lambda o: o.number)]
-    summary = SweepSummary(jobs=tuple(job for job, _ in read), groups=_groups(read))
+    summary = compose_summary(sweep_dir, outcomes)
     summary.write(sweep_dir / SWEEP_NAME)
     return summary
+
+
+def compose_summary(sweep_dir: Path, outcomes: Sequence[JobOutcome]) -> SweepSummary:
+    """Read what every job of a sweep left, by number, and say what sweep.json must; nothing is written."""
+    read = [_job(sweep_dir, outcome) for outcome in sorted(outcomes, key=lambda o: o.number)]
+    return SweepSummary(jobs=tuple(job for job, _ in read), groups=_groups(read))
 
 
 def _job(sweep_dir: Path, outcome: JobOutcome) -> tuple[SweepJob, Mapping[str, Any]]:

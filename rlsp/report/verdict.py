@@ -27,7 +27,7 @@ from rlsp.report.provenance import source_hash
 from rlsp.report.recorder import CONSISTENCY_NAME
 
 _WEIGHT = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 1, Verdict.FAIL: 2}
-_EXIT_STATUS = {Verdict.PASS: 0, Verdict.ABORTED: 1, Verdict.FAIL: 3, Verdict.INCONCLUSIVE: 4}
+EXIT_STATUS = {Verdict.PASS: 0, Verdict.ABORTED: 1, Verdict.FAIL: 3, Verdict.INCONCLUSIVE: 4}
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Judgement:
     @property
     def exit_status(self) -> int:
         """Return the exit status of a run with this verdict."""
-        return _EXIT_STATUS[self.verdict]
+        return EXIT_STATUS[self.verdict]
 
 
 class VerdictDocument(Document):
@@ -93,7 +93,7 @@ class Verification:
     @property
     def exit_status(self) -> int:
         """Return 3 for damaged evidence, else the exit status of the run."""
-        return _EXIT_STATUS[Verdict.FAIL] if self.damage else self.judgement.exit_status
+        return EXIT_STATUS[Verdict.FAIL] if self.damage else self.judgement.exit_status
 
 
 def is_run_folder(path: Path) -> bool:
