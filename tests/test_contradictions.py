@@ -13,6 +13,7 @@ from report_fixtures import (
     PROMPT,
     Tensors,
     edit_json,
+    make_job,
     make_tensors,
     set_contract,
     weights,
@@ -230,6 +231,21 @@ def test_a_rule_of_the_contract_that_no_config_decides_is_left_alone(run_dir):
 def test_kernels_that_are_not_the_certificates_are_found(run_dir):
     edit_json(run_dir / "manifest.json", lambda said: said["startup"]["certificate"].update(digest="0" * 64))
     found_by(run_dir, "agreement", f"rank 0 has kernels {'f' * 64}, not {'0' * 64}")
+
+
+def test_a_job_that_is_not_the_manifests_is_found(tmp_path):
+    run_dir = write_run(tmp_path / "run")
+    (run_dir / ".hydra").mkdir()
+    path = run_dir / ".hydra" / "job.json"
+    path.write_text(make_job(Path("/where/it/was/made")).to_json())
+    assert seal(run_dir).verdict is Verdict.PASS
+    edit_json(path, lambda job: job["config"].update(seed=8))
+    found_by(run_dir, "evidence", ".hydra/job.json: config is not that of manifest.json")
+    path.write_text(make_job(run_dir).to_json())
+    edit_json(path, lambda job: job.update(overrides=["seed=9"]))
+    found_by(run_dir, "evidence", "overrides is not that of manifest.json: seed=9 against seed=7")
+    path.write_bytes(b"[" * 100_000)
+    found_by(run_dir, "evidence", ".hydra/job.json is damaged: it is nested too deeply")
 
 
 # consistency.json ------------------------------------------------------------------

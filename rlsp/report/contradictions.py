@@ -47,6 +47,20 @@ def of_manifest(manifest: Manifest, planned: Planned | None) -> Iterator[str]:
                 yield f"{key} is {words(said)}, but config gives {words(wanted)}"
 
 
+def of_job(job: Mapping[str, Any], manifest: Manifest) -> Iterator[str]:
+    """Yield where the job that the ranks received is not what the manifest says.
+
+    Args:
+        job: The content of job.json; where the run folder lay is its own business.
+        manifest: The manifest.
+    """
+    for key in ("run_id", "started_at", "overrides", "command_line", "config"):
+        said, wanted = job.get(key), getattr(manifest, key)
+        if canonical_json(said) != canonical_json(wanted):
+            detail = "" if key == "config" else f": {words(said)} against {words(wanted)}"
+            yield f"{key} is not that of manifest.json{detail}"
+
+
 def of_record(record: RolloutRecord, planned: Planned) -> Iterator[str]:
     """Yield where a rollout's entry in consistency.json is not what the config prescribes."""
     if record.learning_rate != planned.learning_rate:

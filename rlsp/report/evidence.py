@@ -12,16 +12,25 @@ from pydantic import ValidationError
 
 from rlsp.report import tensors as tensor_file
 from rlsp.report.consistency import ConsistencyReport, RolloutRecord, TokenEvidence, measure, total
-from rlsp.report.contradictions import of_manifest, of_record, of_row, of_statistics, of_tensors, row_metrics
+from rlsp.report.contradictions import (
+    of_job,
+    of_manifest,
+    of_record,
+    of_row,
+    of_statistics,
+    of_tensors,
+    row_metrics,
+)
 from rlsp.report.digests import FOLDER as DIGESTS_FOLDER
 from rlsp.report.digests import RolloutDigests, contradictions, digests_path
 from rlsp.report.documents import first_fault
-from rlsp.report.files import EvidenceError, list_contents, shown
+from rlsp.report.files import EvidenceError, list_contents, read_regular, shown
 from rlsp.report.manifest import MANIFEST_NAME, Manifest
 from rlsp.report.metrics import STEP
 from rlsp.report.planned import Planned
-from rlsp.report.recorder import CONSISTENCY_NAME, METRICS_NAME, whole_rows
+from rlsp.report.recorder import CONSISTENCY_NAME, METRICS_NAME, parse_row, whole_rows
 
+JOB_PATH = ".hydra/job.json"
 _INDEX_DIGITS = 19
 
 
@@ -98,6 +107,8 @@ def collect(run_dir: Path) -> RunEvidence:
         contradicting += [f"{name}: {what}" for what in rollout.contradictions]
     digest_files, digest_strays = _numbered(run_dir, DIGESTS_FOLDER, digests_path)
     records = _records(run_dir, measured, faults)
+    if manifest is not None:
+        contradicting += _job(run_dir, manifest, faults)
     if planned is not None:
         for index, record in sorted(records.items()):
             place = f"{CONSISTENCY_NAME}, rollout {index}"
@@ -137,6 +148,21 @@ def _manifest(run_dir: Path, faults: list[str]) -> tuple[Manifest | None, Planne
         faults.append(f"{MANIFEST_NAME}: config does not say what was planned: {first_fault(error)}")
     faults += [f"{MANIFEST_NAME}: {fault}" for fault in of_manifest(manifest, planned)]
     return manifest, planned
+
+
+def _job(run_dir: Path, manifest: Manifest, faults: list[str]) -> list[str]:
+    """Hold what the ranks received against the manifest; a run that nobody launched has no such file."""
+    try:
+        job = parse_row(read_regular(run_dir / JOB_PATH), JOB_PATH)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        faults.append(f"{JOB_PATH} cannot be read: {error.strerror or error}")
+        return []
+    except EvidenceError as error:
+        faults.append(str(error))
+        return []
+    return [f"{JOB_PATH}: {what}" for what in of_job(job, manifest)]
 
 
 def _records(run_dir: Path, measured: Mapping[int, Measured], faults: list[str]) -> dict[int, RolloutRecord]:
