@@ -180,6 +180,16 @@ def weights(version: int) -> str:
     return digest_of("weights", version)
 
 
+def ran(**changes: dict[str, int]) -> dict[str, dict[str, int]]:
+    """Return the calls of every operator by route; `changes` go by operator with __ for the dot."""
+    calls = {
+        f"{side}.{operator}": {"strict": count}
+        for side, count in (("train", 12), ("rollout", 40))
+        for operator in ("attention", "ffn", "logp")
+    }
+    return calls | {name.replace("__", "."): by_route for name, by_route in changes.items()}
+
+
 def make_facts(index: int, tensors: Mapping[str, np.ndarray], **changes: Any) -> dict[str, Any]:
     """Return the facts of a clean rollout as keyword arguments of RolloutFacts."""
     active = int(tensors["active_mask"].sum())
@@ -197,8 +207,8 @@ def make_facts(index: int, tensors: Mapping[str, np.ndarray], **changes: Any) ->
         "gradient_norms": (norm,),
         "updates": 1,
         "learning_rate": 1e-3,
-        "routes": {"train.attention": {"strict": 12}, "rollout.attention": {"strict": 40}},
-        "declared_routes": {"train.attention": "strict", "rollout.attention": "strict"},
+        "routes": ran(),
+        "declared_routes": dict.fromkeys(ran(), "strict"),
         "cp_tokens": (active // 3, active - active // 3),
         "tp_replicas_agree": True,
         "ranks_agree": True,

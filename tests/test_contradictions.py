@@ -251,15 +251,24 @@ def test_a_job_that_is_not_the_manifests_is_found(tmp_path):
 # consistency.json ------------------------------------------------------------------
 
 
-def test_a_route_that_strict_arithmetic_does_not_prescribe_is_found(run_dir):
+def test_a_route_that_the_config_does_not_prescribe_is_found(run_dir):
     def plant(record: dict[str, Any]) -> None:
         record["routes"]["train.attention"] = {"native": 12}
         record["declared_routes"]["train.attention"] = "native"
 
     edit_json(run_dir / "consistency.json", in_record(plant))
-    found_by(
-        run_dir, "evidence", "train.attention declares the route native, but the config prescribes strict"
-    )
+    what = "the declared route of train.attention is native, but the config says strict"
+    # With a native route the gates of bits and rows report and do not judge: the lie must not pay.
+    found_by(run_dir, "evidence", what)
+
+
+def test_a_route_that_is_no_longer_declared_is_found(run_dir):
+    def plant(record: dict[str, Any]) -> None:
+        del record["routes"]["rollout.logp"], record["declared_routes"]["rollout.logp"]
+
+    edit_json(run_dir / "consistency.json", in_record(plant))
+    what = "the declared route of rollout.logp is absent, but the config says strict"
+    found_by(run_dir, "evidence", what)
 
 
 def test_a_learning_rate_that_the_config_does_not_give_is_found(run_dir):

@@ -12,12 +12,12 @@ from report_fixtures import (
     ENDED_AT,
     PROMPT,
     Tensors,
-    edit_json,
     make_digests,
     make_facts,
     make_job,
     make_startup,
     make_tensors,
+    ran,
     set_gradient_norm,
     weights,
     write_run,
@@ -352,25 +352,18 @@ def test_a_first_rollout_with_other_than_the_initial_weights_fails(tmp_path):
 
 
 def test_a_declared_operator_that_never_ran_fails(tmp_path):
-    run_dir = write_run(
-        tmp_path / "run", facts=facts_in_rollout(routes={"rollout.attention": {"strict": 40}})
-    )
+    run_dir = write_run(tmp_path / "run", facts=facts_in_rollout(routes=ran(train__attention={})))
     expect(run_dir, {"routes": FAIL}, "train.attention never ran by its declared route strict")
 
 
 def test_a_fallback_fails(tmp_path):
-    mixed = {"train.attention": {"strict": 11, "native": 1}, "rollout.attention": {"strict": 40}}
+    mixed = ran(train__attention={"strict": 11, "native": 1})
     run_dir = write_run(tmp_path / "run", facts=facts_in_rollout(routes=mixed))
     expect(run_dir, {"routes": FAIL}, "train.attention fell back from strict to native in 1 calls")
 
 
 def test_an_operator_that_nobody_declared_fails(tmp_path):
-    routes = {
-        "train.attention": {"strict": 12},
-        "rollout.attention": {"strict": 40},
-        "train.norm": {"native": 3},
-    }
-    run_dir = write_run(tmp_path / "run", facts=facts_in_rollout(routes=routes))
+    run_dir = write_run(tmp_path / "run", facts=facts_in_rollout(routes=ran(train__norm={"native": 3})))
     expect(run_dir, {"routes": FAIL}, "train.norm ran without a declared route")
 
 
@@ -509,15 +502,14 @@ def test_fail_outweighs_inconclusive(tmp_path):
 
 def test_native_routes_report_their_mismatches_and_do_not_judge_them(tmp_path):
     def plant(index: int, facts: dict[str, Any]) -> None:
-        facts["routes"] = {"train.attention": {"native": 12}, "rollout.attention": {"strict": 40}}
-        facts["declared_routes"] = {"train.attention": "native", "rollout.attention": "strict"}
+        facts["routes"] = ran(train__attention={"native": 12})
+        facts["declared_routes"]["train.attention"] = "native"
 
     def flip(tensors: Tensors) -> None:
         tensors["train_logprob"].view(np.int32)[first_active(tensors)] ^= 1
 
-    run_dir = write_run(tmp_path / "run", tensors=in_rollout(flip), facts=plant)
-    edit_json(run_dir / "manifest.json", lambda said: said["config"]["numerics"].update(mode="native"))
-    judgement = judge(run_dir)
+    config = {"numerics__routes__attention": "native/strict"}
+    judgement = judge(write_run(tmp_path / "run", tensors=in_rollout(flip), facts=plant, config=config))
     bits = next(gate for gate in judgement.gates if gate.name == "bits")
     assert (bits.verdict, bits.judged) == (FAIL, False)
     assert judgement.verdict is PASS

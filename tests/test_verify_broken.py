@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from compare_fixtures import LAYOUT_A, LAYOUT_B, make_run
-from report_fixtures import RUN_ID, edit_json, write_run
+from report_fixtures import RUN_ID, edit_json, ran, write_run
 
 import rlsp
 from rlsp.cli import compare as compare_command
@@ -226,8 +226,7 @@ def test_an_encoding_that_lacks_a_character_shows_it_escaped(sealed):
 
 def test_nothing_is_wrapped_where_there_is_no_terminal(tmp_path, capsys):
     def plant(index: int, facts: dict[str, Any]) -> None:
-        facts["routes"] = {"train.attention": {"strict": 12, "native " + "and " * 60: 1}}
-        facts["declared_routes"] = {"train.attention": "strict"}
+        facts["routes"] = ran(train__attention={"strict": 12, "native " + "and " * 60: 1})
 
     run_dir = write_run(tmp_path / "run", facts=plant)
     seal(run_dir)

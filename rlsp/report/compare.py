@@ -98,7 +98,8 @@ def _open(side: str, folder: Path) -> tuple[_Run | None, list[str]]:
     verification = verify(folder)
     evidence = verification.evidence
     faults = [f"run {side} is damaged: {line}" for line in verification.damage]
-    faults += [f"run {side} contradicts itself: {shown(fault)}" for fault in evidence.faults]
+    broken = [fault for fault in evidence.faults if fault not in evidence.contradictions]
+    faults += [f"run {side} contradicts itself: {shown(fault)}" for fault in broken]
     if faults or evidence.manifest is None:
         return None, faults
     try:

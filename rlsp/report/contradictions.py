@@ -65,10 +65,15 @@ def of_record(record: RolloutRecord, planned: Planned) -> Iterator[str]:
     """Yield where a rollout's entry in consistency.json is not what the config prescribes."""
     if record.learning_rate != planned.learning_rate:
         yield f"learning_rate is {record.learning_rate}, but the config says {planned.learning_rate}"
-    for operator, declared in sorted(record.declared_routes.items()):
-        wanted = planned.route(operator)
-        if wanted is not None and declared != wanted:
-            yield f"{operator} declares the route {declared}, but the config prescribes {wanted}"
+    if not record.declared_routes:
+        # The gate `routes` says so.
+        return
+    wanted = planned.declared_routes
+    for operator in sorted(wanted.keys() | record.declared_routes.keys()):
+        said, prescribed = record.declared_routes.get(operator), wanted.get(operator)
+        if said != prescribed:
+            what = f"the declared route of {operator} is {words(said)}"
+            yield f"{what}, but the config says {words(prescribed)}"
 
 
 def of_tensors(tensors: Mapping[str, Array], planned: Planned) -> Iterator[str]:

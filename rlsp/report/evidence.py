@@ -69,8 +69,9 @@ class RunEvidence:
         digested: Indices of the digest files.
         strays: Files in rollouts/ and digests/ that belong to no rollout.
         rows: Rollout indices of metrics.jsonl in file order.
-        faults: What is damaged, missing or does not say what was measured.
-        contradictions: What whole files state differently from each other or from the config.
+        faults: What is damaged, missing or contradicts itself.
+        contradictions: Those of the faults that whole files state differently from each other or from the
+            config; what they say can be looked at nevertheless.
     """
 
     manifest: Manifest | None
@@ -130,7 +131,7 @@ def collect(run_dir: Path) -> RunEvidence:
         tuple(digest_files),
         (*strays, *digest_strays),
         tuple(index for index, _ in rows),
-        tuple(faults),
+        (*faults, *contradicting),
         tuple(contradicting),
     )
 

@@ -6,10 +6,11 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rlsp.config import RoutesConfig
 from rlsp.layout import Layout, RolloutLayout, padded_vocab
 
 Count = Annotated[int, Field(ge=1)]
-STRICT = "strict"
+Route = Annotated[str, Field(pattern=r"^[a-z]+(/[a-z]+)?$")]
 
 
 class _Open(BaseModel):
@@ -36,8 +37,14 @@ class _Rollout(_Open):
     engines: Count | None
 
 
+class _Routes(_Open):
+    attention: Route
+    ffn: Route
+    logp: Route
+
+
 class _Numerics(_Open):
-    mode: str
+    routes: _Routes
     virtual_tp: Count
     token_block: Count
     q_block: Count
@@ -95,13 +102,11 @@ class Planned(_Open):
     @property
     def contract(self) -> dict[str, object]:
         """List the fields of the numeric contract that the config decides."""
-        numerics = self.numerics.model_dump(exclude={"mode"})
+        numerics = self.numerics.model_dump(exclude={"routes"})
         width = padded_vocab(self.model.vocab_size, self.numerics.virtual_tp)
         return {**numerics, "dtype": self.model.dtype, "padded_vocab": width}
 
-    def route(self, operator: str) -> str | None:
-        """Name the route that the config prescribes for an operator ("train.attention"); None if it is free.
-
-        This is the one place that knows how a config prescribes routes.
-        """
-        return STRICT if self.numerics.mode == STRICT else None
+    @property
+    def declared_routes(self) -> dict[str, str]:
+        """Name every operator's route on either side, `train.attention` to `rollout.logp`."""
+        return RoutesConfig(**self.numerics.routes.model_dump()).declared()

@@ -12,7 +12,7 @@ from rlsp.report.records import RolloutRecord, TokenEvidence, TokenLocation
 def evidence(run: RunEvidence) -> GateResult:
     """Ask whether the files are readable, and whether each says what the others and the config say."""
     found = Findings()
-    found.faults += run.faults + run.contradictions
+    found.faults += run.faults
     return found.result("evidence")
 
 

@@ -155,10 +155,12 @@ def verify(run_dir: str | Path) -> Verification:
         damage += _changed_files(folder, stored.artifacts)
         damage += _other_run(stored, run.manifest)
         damage += _other_answers(stored, judgement)
-        if run.manifest is not None and run.manifest.code.source_hash == source_hash():
+        if run.manifest is None or run.manifest.code.source_hash != source_hash():
+            if judgement.reasons or stored.reasons:
+                notes.append("other code sealed this run: the words of its reasons were not compared")
+        elif not damage:
+            # Of damaged files other reasons are to be expected.
             damage += _other_reasons(stored, judgement)
-        elif judgement.reasons or stored.reasons:
-            notes.append("other code sealed this run: the words of its reasons were not compared")
     return Verification(stored, judgement, tuple(map(shown, damage)), tuple(notes), run)
 
 
