@@ -15,6 +15,7 @@ from rlsp.config import Job, from_plain
 from rlsp.numerics.contract import contract_sha256
 from rlsp.report import manifest as manifest_file
 from rlsp.report.consistency import RolloutFacts, float64_bits
+from rlsp.report.contradictions import row_metrics
 from rlsp.report.digests import RolloutDigests, table_digest
 from rlsp.report.files import canonical_json, sha256_bytes
 from rlsp.report.planned import Planned
@@ -300,6 +301,21 @@ def make_startup(manifest: manifest_file.Manifest) -> dict[str, Any]:
     }
 
 
+def make_metrics(
+    tensors: Mapping[str, np.ndarray], facts: Mapping[str, Any], digests: Mapping[str, Any]
+) -> dict[str, float]:
+    """Return what a row says that the rollout's other files say as well."""
+    return {
+        **row_metrics(tensors, SAMPLES),
+        "train/loss": digests["updates"][-1]["loss"],
+        "train/gradient_norm": facts["gradient_norm"],
+        "train/learning_rate": facts["learning_rate"],
+        "train/weight_version": facts["weight_version_train"] + facts["updates"],
+        "rollout/weight_version": facts["weight_version_rollout"],
+        "rollout/active_tokens": int(tensors["active_mask"].sum()),
+    }
+
+
 def write_run(
     run_dir: Path,
     *,
@@ -324,8 +340,8 @@ def write_run(
             facts(index, said)
             hashed = make_digests(index, said)
             digests(index, hashed)
-            loss = hashed["updates"][-1]["loss"]
-            metrics = {"reward/mean": float(arrays["rewards"].mean()), "train/loss": loss}
+            every = make_metrics(arrays, said, hashed)
+            metrics = {name: every[name] for name in ("reward/mean", "train/loss")}
             recorder.rollout(index, arrays, RolloutFacts(**said), metrics, digests=RolloutDigests(**hashed))
     logs = run_dir / "logs"
     logs.mkdir()

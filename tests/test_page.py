@@ -13,7 +13,7 @@ from xml.etree.ElementTree import tostring
 
 import numpy as np
 import pytest
-from report_fixtures import RUN_ID, write_run
+from report_fixtures import RUN_ID, make_digests, make_facts, make_metrics, make_tensors, write_run
 
 from rlsp.report import page
 from rlsp.report.evidence import collect
@@ -61,6 +61,9 @@ def add_metrics(run_dir: Path, **changes: float | str) -> Path:
     path = run_dir / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
+        tensors = make_tensors(row["rollout"])
+        facts = make_facts(row["rollout"], tensors)
+        row.update(make_metrics(tensors, facts, make_digests(row["rollout"], facts)))
         for number, name in enumerate(METRICS):
             row.setdefault(name, 0.1 + abs(math.sin(number + row["rollout"])))
         row |= {name.replace("__", "/"): value for name, value in changes.items()}
