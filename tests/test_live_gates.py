@@ -90,8 +90,8 @@ def test_a_rank_with_other_advantages_stops_every_rank_before_it_trains(tmp_path
 def test_a_rollout_side_that_training_overwrites_is_refused(tmp_path: Path, compose: Any) -> None:
     update = Trainer.update
 
-    def copies_its_own_side(self: Trainer, batch: Any, advantages: Any) -> Any:
-        step = update(self, batch, advantages)
+    def copies_its_own_side(self: Trainer, batch: Any, *given: Any) -> Any:
+        step = update(self, batch, *given)
         batch.row_digest.copy_(step.forward.row_digest + 1)
         return replace(step, forward=replace(step.forward, row_digest=batch.row_digest))
 
