@@ -174,7 +174,7 @@ class Evidence:
             tp_replicas_agree=first.replicas_agree,
             ranks_agree=agreed,
             sequences=batch.tokens.shape[0],
-            sources={"rollout": "decode", "train": "forward"},
+            sources=_sources(routes),
         )
         watch.lap("time/evidence_s")
         if self._recorder is not None:
@@ -271,6 +271,12 @@ def _fingerprint(batch: RolloutBatch, advantages: Tensor) -> list[int]:
     held = (batch.tokens, batch.active_mask, batch.lengths, batch.logp, batch.row_digest, advantages)
     words: list[int] = torch.cat([bits.shard_hashes(x.unsqueeze(0)) for x in held]).flatten().tolist()
     return words
+
+
+def _sources(routes: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
+    """Say which computation made each side: by whose log-probability code calls were counted."""
+    made = {"rollout": "decode", "train": "forward"}
+    return {side: name for side, name in made.items() if any(routes[f"{side}.logp"].values())}
 
 
 def _row(config: Config, rank: int, hashes: str) -> RankAgreement:

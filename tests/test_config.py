@@ -246,7 +246,7 @@ def test_layouts_are_derived(compose: Compose) -> None:
     assert config.rollout_layout == RolloutLayout(tp=2, engines=4, world_size=8)
     fewer = compose("parallel=cp2_tp4_sp4", "rollout.tp=2", "rollout.engines=3")
     assert fewer.rollout_layout == RolloutLayout(tp=2, engines=3, world_size=8)
-    assert config.sequences_per_rollout == 32
+    assert config.sequences_per_rollout == 16
     assert config.padded_vocab == 128
 
 

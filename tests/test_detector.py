@@ -189,6 +189,18 @@ def test_a_missing_cp_shard_fails_coverage(tmp_path, lost):
     expect(write_run(tmp_path / "run", facts=plant), {"coverage": FAIL}, "CP shards covered")
 
 
+@pytest.mark.parametrize("rollouts", ["all", "one"])
+def test_a_cp_shard_that_no_token_fell_on_is_told_where_the_whole_run_left_it_out(tmp_path, rollouts):
+    def plant(index: int, facts: dict[str, Any]) -> None:
+        if rollouts == "all" or index == HIT:
+            facts["cp_tokens"] = (sum(facts["cp_tokens"]), 0)
+
+    judgement = judge(write_run(tmp_path / "run", facts=plant))
+    assert judgement.verdict is Verdict.PASS
+    told = [reason for reason in judgement.reasons if "no active token fell on CP shards [1]" in reason]
+    assert len(told) == (rollouts == "all")
+
+
 def test_a_cp_shard_that_never_reported_fails_coverage(tmp_path):
     def plant(index: int, facts: dict[str, Any]) -> None:
         if index == HIT:

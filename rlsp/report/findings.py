@@ -29,16 +29,17 @@ class GateResult(Document):
 
 
 class Findings:
-    """Collects what a gate finds: faults fail it, doubts leave it inconclusive."""
+    """Collects what a gate finds: faults fail it, doubts leave it inconclusive, notes are only told."""
 
     def __init__(self) -> None:
         self.faults: list[str] = []
         self.doubts: list[str] = []
+        self.notes: list[str] = []
 
     def result(self, name: str, *, judged: bool = True) -> GateResult:
         """Answer for the gate `name`, with the first reasons and the count of the others."""
         verdict = Verdict.FAIL if self.faults else Verdict.INCONCLUSIVE if self.doubts else Verdict.PASS
-        reasons = [shown(reason) for reason in self.faults + self.doubts]
+        reasons = [shown(reason) for reason in self.faults + self.doubts + self.notes]
         if len(reasons) > _SHOWN_REASONS:
             reasons = [*reasons[:_SHOWN_REASONS], f"and {len(reasons) - _SHOWN_REASONS} more"]
         return GateResult(name=name, verdict=verdict, reasons=tuple(reasons), judged=judged)

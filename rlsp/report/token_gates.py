@@ -155,3 +155,10 @@ def _check_shards(run: RunEvidence, found: Findings) -> None:
             )
         if not record.tp_replicas_agree:
             found.faults.append(f"rollout {index}: TP replicas of one token do not agree")
+    by_shard = [record.cp_tokens for record in run.records.values() if len(record.cp_tokens) == shards]
+    totals = [sum(column) for column in zip(*by_shard, strict=True)]
+    if idle := [shard for shard, tokens in enumerate(totals) if tokens == 0 and sum(totals)]:
+        found.notes.append(
+            f"no active token fell on CP shards {idle}: sequences are too short for parallel.cp={shards}, "
+            "and the run says nothing about these shards"
+        )
