@@ -212,9 +212,9 @@ def test_without_active_tokens_nothing_is_nan():
 
 
 def test_an_overflow_is_infinite_and_not_an_exception():
-    evidence = compare([-5000.0, -1.0], [-1.0, -1.0])
+    evidence = compare([-5000.0, -1.0, -2.0, -3.0], [-1.0, -1.0, -2.0, -3.0])
     assert evidence.kl_k3 == math.inf
-    assert evidence.ess == pytest.approx(0.5)
+    assert evidence.ess == pytest.approx(0.25)
     again = TokenEvidence.model_validate_json(evidence.model_dump_json())
     assert again == evidence
     assert strict_json(evidence.model_dump_json())["kl_k3"] == "Infinity"
@@ -437,6 +437,6 @@ def test_infinite_gradients_survive_the_round_trip(tmp_path):
 
 
 def test_metric_names_have_a_known_section_and_a_description():
-    sections = {"train", "rollout", "reward", "consistency", "time", "memory"}
+    sections = {"train", "rollout", "reward", "consistency", "mismatch", "time", "memory"}
     assert {name.split("/")[0] for name in METRICS} == sections
     assert all(metric.description for metric in METRICS.values())

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from rlsp.report.mismatch import combined_mismatch, mismatch
 from rlsp.report.records import (
     ConsistencyReport,
     RolloutFacts,
@@ -81,6 +82,7 @@ def measure(
         max_abs=max_abs,
         max_ulp=int(np.max(ulps, initial=0)),
         ulp_histogram=ulp_histogram(ulps),
+        mismatch=mismatch(rollout_logprob, train_logprob, active_mask),
         alignment_shift_suspected=suspected_shift(rollout_logprob, train_logprob, active_mask),
         rollout_fed=is_fed(rollout, rollout_rows),
         train_fed=is_fed(train, train_rows),
@@ -95,6 +97,7 @@ def measure(
 def total(records: Sequence[RolloutRecord]) -> TotalEvidence:
     """Combine the evidence of all rollouts, in the order given; `final_weights_digest` is the last one's."""
     active = sum(record.active_tokens for record in records)
+    mismatches = [record.mismatch for record in records if record.mismatch is not None]
     histogram: dict[str, int] = {}
     for record in records:
         for bucket, count in record.ulp_histogram.items():
@@ -108,6 +111,8 @@ def total(records: Sequence[RolloutRecord]) -> TotalEvidence:
         max_abs=float(np.max([record.max_abs for record in records], initial=0.0)),
         max_ulp=max((record.max_ulp for record in records), default=0),
         ulp_histogram=dict(sorted(histogram.items(), key=lambda item: int(item[0]))),
+        # Records of version 2 have none, and a total of some rollouts would be no total.
+        mismatch=combined_mismatch(active, mismatches) if len(mismatches) == len(records) else None,
         rollouts=len(records),
         first_mismatched_rollout=next((r.index for r in records if r.mismatched_tokens), None),
         first_row_mismatched_rollout=next((r.index for r in records if r.mismatched_rows), None),

@@ -15,9 +15,10 @@ from rlsp.numerics.contract import contract_sha256
 from rlsp.report.documents import Document
 from rlsp.report.files import canonical_json, json_safe, sha256_bytes
 from rlsp.report.manifest import Manifest, StartupFacts, Status, engine_layout, training_layout
+from rlsp.report.mismatch_records import Mismatch
 from rlsp.report.planned import Planned
 from rlsp.report.recorder import consistency_metrics
-from rlsp.report.records import RolloutRecord, Statistics, TokenLocation
+from rlsp.report.records import RolloutRecord, TokenLocation
 from rlsp.report.tensors import Array
 from rlsp.standardise import standardised
 
@@ -168,11 +169,19 @@ def of_row(
             yield f"{name} is {words(row[name])}, but the evidence gives {words(json_safe(value))}"
 
 
-def of_statistics(stored: Statistics, measured: Statistics) -> Iterator[str]:
-    """Yield the statistics of `measured` that `stored` states otherwise."""
+def of_statistics(stored: Document, measured: Document, *, exact: bool = True) -> Iterator[str]:
+    """Yield the statistics of `measured` that `stored` states otherwise.
+
+    What a document of an earlier version does not have is not asked of it. Without `exact`, floats may differ
+    as mathematics libraries do.
+    """
     for name in type(measured).model_fields:
+        if name not in stored.model_fields_set:
+            continue
         said, found = getattr(stored, name), getattr(measured, name)
-        if not _same(said, found, exact=name not in _THROUGH_EXP):
+        if isinstance(said, Mismatch) and isinstance(found, Mismatch):
+            yield from (f"{name}.{fault}" for fault in of_statistics(said, found, exact=False))
+        elif not _same(said, found, exact=exact and name not in _THROUGH_EXP):
             yield f"{name} is {words(said)}, but the evidence gives {words(found)}"
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlsp.report.files import EvidenceError, read_regular, shown, write_atomically
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+"""How many there are of something; what no machine can count is no count."""
 
 
 class Document(BaseModel):

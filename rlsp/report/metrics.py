@@ -9,7 +9,7 @@ from enum import Enum
 from rlsp.report.files import EvidenceError
 
 STEP = "rollout"
-RECORDED_PREFIX = "consistency/"
+RECORDED_PREFIXES = ("consistency/", "mismatch/")
 
 
 class Keep(Enum):
@@ -76,6 +76,40 @@ METRICS = _registry(
     Metric("consistency/kl_k3", "k3 estimate of KL(rollout || train)", Keep.MAX),
     Metric("consistency/ppl_ratio", "perplexity of training over that of the rollout"),
     Metric("consistency/ess", "effective sample size over active tokens, 1 is best", Keep.MIN),
+    Metric("mismatch/multiplicative_error", "mean exp |delta log-probability|", Keep.MAX),
+    Metric(
+        "mismatch/kl_k3_reverse", "k3 estimate of KL(train || rollout), on the rollout's samples", Keep.MAX
+    ),
+    Metric("mismatch/js_divergence", "half sum of both sides' k3 to their mixture", Keep.MAX),
+    Metric("mismatch/ratio_mean", "mean ratio of probabilities, training over rollout"),
+    Metric("mismatch/ratio_std", "its standard deviation", Keep.MAX),
+    Metric("mismatch/ratio_min", "smallest ratio", Keep.MIN),
+    Metric("mismatch/ratio_max", "largest ratio", Keep.MAX),
+    Metric("mismatch/ratio_mean_abs", "mean |ratio - 1|", Keep.MAX),
+    Metric("mismatch/chi2", "mean of the ratio's square, less 1"),
+    Metric("mismatch/ratio_below_half", "part of the tokens whose ratio is below 1/2", Keep.MAX),
+    Metric("mismatch/ratio_above_two", "part of the tokens whose ratio is above 2", Keep.MAX),
+    Metric("mismatch/probability_mean_abs", "mean |delta probability|", Keep.MAX),
+    Metric("mismatch/probability_std_abs", "standard deviation of |delta probability|", Keep.MAX),
+    Metric("mismatch/probability_max_abs", "largest |delta probability|", Keep.MAX),
+    Metric("mismatch/probability_correlation", "Pearson's, of both sides' probabilities", Keep.MIN),
+    Metric("mismatch/sequences", "sequences with an active token"),
+    Metric("mismatch/sequence_mean_abs", "mean over sequences of the mean |delta log-probability|", Keep.MAX),
+    Metric(
+        "mismatch/sequence_multiplicative_error_max",
+        "largest mean exp |delta log-probability| of a sequence",
+        Keep.MAX,
+    ),
+    Metric("mismatch/sequence_kl_k1", "k1 estimate of KL(rollout || train) over sequences"),
+    Metric("mismatch/sequence_kl_k3", "k3 estimate of KL(rollout || train) over sequences", Keep.MAX),
+    Metric("mismatch/sequence_chi2", "mean square of the sequences' ratios, less 1"),
+    Metric(
+        "mismatch/sequence_ratio_min", "smallest ratio of a sequence, the product of its tokens'", Keep.MIN
+    ),
+    Metric("mismatch/sequence_ratio_max", "largest ratio of a sequence", Keep.MAX),
+    Metric("mismatch/sequence_ess", "effective sample size over sequences, 1 is best", Keep.MIN),
+    Metric("mismatch/sequence_ppl_ratio", "mean over sequences of training's perplexity over the rollout's"),
+    Metric("mismatch/sequence_log_ppl_abs", "mean over sequences of its |logarithm|", Keep.MAX),
     Metric("time/rollout_s", "generating, seconds"),
     Metric("time/sync_s", "handing the weights to the engines and proving them equal, seconds"),
     Metric("time/reward_s", "scoring, seconds"),
@@ -97,7 +131,7 @@ def refuse_unknown(names: Iterable[str]) -> None:
         EvidenceError: All such names are listed.
     """
     unknown = sorted(name for name in names if name not in METRICS)
-    recorded = sorted(name for name in names if name in METRICS and name.startswith(RECORDED_PREFIX))
+    recorded = sorted(name for name in names if name in METRICS and name.startswith(RECORDED_PREFIXES))
     faults = [f"unknown metric {name}" for name in unknown]
     faults += [f"{name} is filled in by the recorder" for name in recorded]
     if faults:

@@ -22,6 +22,8 @@ from rlsp.report.consistency import (
 from rlsp.report.digests import FOLDER as DIGESTS_FOLDER
 from rlsp.report.digests import RolloutDigests, digests_path, misplaced
 from rlsp.report.files import EvidenceError, json_safe, read_regular, write_atomically
+from rlsp.report.mismatch_records import MEASURES
+from rlsp.report.records import VERSION_WITHOUT_MISMATCH
 
 CONSISTENCY_NAME = "consistency.json"
 METRICS_NAME = "metrics.jsonl"
@@ -111,7 +113,10 @@ class Recorder:
             if path.exists():
                 raise EvidenceError(f"{self._run_dir} already holds evidence of another run")
             return ()
-        records = ConsistencyReport.read(path).rollouts[:first]
+        report = ConsistencyReport.read(path)
+        if report.schema_version == VERSION_WITHOUT_MISMATCH:
+            raise EvidenceError(f"cannot go on at rollout {first}: {path.name} is of an earlier version")
+        records = report.rollouts[:first]
         paths = [
             at(self._run_dir, i) for i in range(first) for at in (tensor_file.rollout_path, digests_path)
         ]
@@ -194,6 +199,8 @@ def _record(index: int, tensors: Mapping[str, Any], facts: RolloutFacts) -> Roll
 
 def consistency_metrics(evidence: TokenEvidence) -> dict[str, float]:
     """Return what a row of metrics.jsonl says of a rollout's comparison."""
+    measures = MEASURES if evidence.mismatch is not None else ()
+    mismatch = {f"mismatch/{name}": getattr(evidence.mismatch, name) for name in measures}
     return {
         "consistency/active_tokens": evidence.active_tokens,
         "consistency/mismatched_tokens": evidence.mismatched_tokens,
@@ -206,4 +213,5 @@ def consistency_metrics(evidence: TokenEvidence) -> dict[str, float]:
         "consistency/kl_k3": evidence.kl_k3,
         "consistency/ppl_ratio": evidence.ppl_ratio,
         "consistency/ess": evidence.ess,
+        **mismatch,
     }

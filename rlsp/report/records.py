@@ -8,10 +8,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlsp.report.documents import Document
+from rlsp.report.documents import Count, Document
+from rlsp.report.mismatch_records import Mismatch
 
-Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-"""How many there are of something; what no machine can count is no count."""
+VERSION_WITHOUT_MISMATCH = 2
 
 Bucket = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,18})$")]
 
@@ -61,7 +61,7 @@ class Statistics(Document):
     samples (Schulman, "Approximating KL divergence"); ppl_ratio = exp(mean(rollout) - mean(train)), the
     perplexity under training's log-probabilities over that under the rollout's; ess = (sum w)^2 / (N sum w^2)
     with w = exp(d), in (0, 1]. A NaN on either side makes the distances NaN. Without active tokens distances
-    and ess are 0, the ratio 1.
+    and ess are 0, the ratio 1. `mismatch` has further measures; documents of version 2 lack it.
     """
 
     active_tokens: Count
@@ -77,6 +77,7 @@ class Statistics(Document):
     ppl_ratio: float
     ess: float
     ulp_histogram: dict[Bucket, Count]
+    mismatch: Mismatch | None = None
 
 
 class TokenEvidence(Statistics):
@@ -158,8 +159,17 @@ class TotalEvidence(Statistics):
 
 
 class ConsistencyReport(Document):
-    """The file consistency.json; version 2 added the optimizer's digest."""
+    """The file consistency.json; version 2 added the optimizer's digest, version 3 `mismatch`."""
 
-    schema_version: Literal[2] = 2
+    schema_version: Literal[2, 3] = 3
     total: TotalEvidence
     rollouts: tuple[RolloutRecord, ...]
+
+    @model_validator(mode="after")
+    def _mismatch_is_of_the_version(self) -> Self:
+        stated = {entry.mismatch is not None for entry in (self.total, *self.rollouts)}
+        if stated != {self.schema_version > VERSION_WITHOUT_MISMATCH}:
+            raise ValueError(
+                f"version {self.schema_version} states mismatch everywhere from 3 on, before nowhere"
+            )
+        return self

@@ -44,7 +44,7 @@ def ulp_histogram(ulps: Integers) -> dict[str, int]:
     }
 
 
-def _sum(x: Doubles) -> float:
+def exact_sum(x: Doubles) -> float:
     """Sum exactly and round once, so that no order enters; non-finite addends give NaN or an infinity."""
     if np.isfinite(x).all():
         try:
@@ -59,12 +59,12 @@ def token_sums(difference: Doubles) -> TokenSums:
     largest = float(np.max(difference)) if difference.size else 0.0
     weight = np.exp(difference - largest)
     return TokenSums(
-        absolute=_sum(np.abs(difference)),
-        difference=_sum(difference),
-        k3=_sum(np.expm1(difference) - difference),
+        absolute=exact_sum(np.abs(difference)),
+        difference=exact_sum(difference),
+        k3=exact_sum(np.expm1(difference) - difference),
         log_weight_max=largest,
-        weight=_sum(weight),
-        weight_squared=_sum(weight * weight),
+        weight=exact_sum(weight),
+        weight_squared=exact_sum(weight * weight),
     )
 
 
@@ -72,7 +72,7 @@ def combined_sums(parts: Sequence[TokenSums]) -> TokenSums:
     """Add the sums of several rollouts, weights rescaled to their common largest exponent."""
 
     def added(values: list[float]) -> float:
-        return _sum(np.asarray(values, dtype=np.float64))
+        return exact_sum(np.asarray(values, dtype=np.float64))
 
     with np.errstate(invalid="ignore", over="ignore"):
         largest = float(np.max([part.log_weight_max for part in parts])) if parts else 0.0

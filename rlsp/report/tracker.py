@@ -184,6 +184,7 @@ class WandbTracker(Tracker):
         present = [name for name in _FILES if (self._run_dir / name).is_file()]
         if CONSISTENCY_NAME in present:
             totals = ConsistencyReport.read(self._run_dir / CONSISTENCY_NAME).total.model_dump()
+            totals |= totals.pop("mismatch") or {}
             scalars = {
                 f"total/{name}": value for name, value in totals.items() if not isinstance(value, dict)
             }
