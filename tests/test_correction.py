@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 
+from rlsp import bits
 from rlsp.config import CorrectionKind
 from rlsp.rl.correction import Correction, importance_weights
+from rlsp.rl.loss import token_loss
 
 OLD = torch.tensor([[0.0, -1.0, -2.0, -0.5], [0.0, -3.0, -1.0, -7.0]])
 ROLLOUT = torch.tensor([[0.0, -1.0, -3.0, -0.1], [0.0, -2.0, -1.5, -9.0]])
@@ -43,6 +45,19 @@ def test_equal_log_probabilities_weigh_exactly_one(kind: Correction) -> None:
     found = importance_weights(OLD, OLD, MASK, kind, upper=2.0, lower=0.5)
     assert torch.equal(found.weight, MASK.float())
     assert not found.cut.any()
+
+
+def test_a_token_weight_has_the_bits_of_the_ratio_that_the_loss_would_have_taken() -> None:
+    old, rollout = (-torch.rand(64, 32, generator=torch.Generator().manual_seed(n)) * 3 for n in (0, 1))
+    mask = torch.ones(64, 32, dtype=torch.bool)
+    weight = importance_weights(old, rollout, mask, Correction.TOKEN_TIS, upper=100.0, lower=0.0).weight
+    held = token_loss(
+        old, rollout, None, None, torch.ones_like(old), mask, clip_ratio=1e9, kl_coef=0.0, entropy_coef=0.0
+    )
+    assert bits.same_bits(weight, held.ratio)
+    assert bits.same_bits(weight, -held.policy)
+    # The witness: rounding a float64 exponential gives other bits.
+    assert not bits.same_bits(weight, torch.exp((old - rollout).double()).float())
 
 
 def test_values_of_inactive_tokens_never_enter() -> None:

@@ -199,3 +199,36 @@ def test_native_runs_depend_on_whose_old_log_probabilities_they_use(tmp_path: Pa
     row = json.loads((tmp_path / "3" / "metrics.jsonl").read_text().splitlines()[-1])
     assert row["train/is_weight_mean"] == pytest.approx(1.0, abs=0.5)
     assert "train/is_weight_mean" not in (tmp_path / "0" / "metrics.jsonl").read_text()
+
+
+def test_token_weights_without_a_cut_end_where_reusing_the_rollouts_log_probabilities_does(
+    tmp_path: Path, compose: Any
+) -> None:
+    """With one update both weigh a token by exp(train − rollout); the witness is the test before."""
+    ends = [
+        weights_after(
+            tmp_path / str(number),
+            compose,
+            "numerics=native",
+            "task=arithmetic",
+            "num_rollouts=1",
+            "clip_ratio=10",
+            *how,
+        )
+        for number, how in enumerate(
+            [
+                ("reuse_rollout_logprob=true",),
+                (
+                    "reuse_rollout_logprob=false",
+                    "correction.kind=token_tis",
+                    "correction.upper=100",
+                ),
+            ]
+        )
+    ]
+    assert ends[0] == ends[1]
+    gradients = [
+        json.loads((tmp_path / n / "consistency.json").read_text())["rollouts"][0]["gradient_digest"]
+        for n in ("0", "1")
+    ]
+    assert gradients[0] == gradients[1]

@@ -55,7 +55,8 @@ def importance_weights(
 
     Truncated importance sampling (TIS) takes min(ratio, upper); masked importance sampling (MIS) takes the
     ratio where lower ≤ ratio ≤ upper and 0 elsewhere. A sequence's ratio is the product of its tokens',
-    summed as logarithms in float64. Sources: Yao et al. 2025, "Your efficient RL framework secretly brings
+    summed as logarithms in float64; a token's is the float32 that the loss computes itself where it divides
+    by the rollout's log-probabilities, so that without a cut both have the same bits. Sources: Yao et al. 2025, "Your efficient RL framework secretly brings
     you off-policy RL training" (TIS); Liu et al. 2025, "When speed kills stability" (MIS).
 
     Args:
@@ -66,9 +67,9 @@ def importance_weights(
         upper: Largest weight.
         lower: Least ratio that MIS keeps.
     """
-    log_ratio = torch.where(active_mask, old_logp - rollout_logp, 0.0).to(torch.float64)
+    log_ratio = torch.where(active_mask, old_logp - rollout_logp, 0.0)
     if kind.over_sequences:
-        log_ratio = log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
+        log_ratio = log_ratio.sum(dim=1, keepdim=True, dtype=torch.float64).expand_as(log_ratio)
     ratio = torch.exp(log_ratio)
     cut = active_mask & ((ratio > upper) | (kind.masks & (ratio < lower)))
     bounded = torch.where(cut, 0.0, ratio) if kind.masks else ratio.clamp(max=upper)
