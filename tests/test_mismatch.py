@@ -96,18 +96,17 @@ def test_every_measure_is_what_its_plain_formula_gives(scale: float) -> None:
 
 def test_distances_that_the_plain_formulas_lose_are_still_there() -> None:
     """One float32 step: naive differences from 1 and of probabilities drown in float64's own rounding."""
-    rollout = np.full((1, 8), -1e-4, np.float32)
+    rollout = -np.linspace(1.3e-4, 2.3e-4, 8, dtype=np.float32).reshape(1, 8)  # one ulp for all
     train = np.nextafter(rollout, np.float32(-1))
     d = float(train[0, 0]) - float(rollout[0, 0])
     found = mismatch(rollout, train, np.ones((1, 8), np.bool_))
-    assert found.js_divergence == pytest.approx(d * d / 8, rel=1e-6)
-    assert found.kl_k3_reverse == pytest.approx(d * d / 2, rel=1e-3)
-    assert found.ratio_mean_abs == pytest.approx(-d, rel=1e-9)
+    assert found.js_divergence == pytest.approx(d * d / 8, rel=1e-6, abs=0)
+    assert found.kl_k3_reverse == pytest.approx(d * d / 2, rel=1e-3, abs=1e-26)
+    assert found.ratio_mean_abs == pytest.approx(-d, rel=1e-9, abs=0)
     assert found.ratio_std < 1e-6 * abs(d)
     # The witness.
-    assert plain(rollout, train, np.ones((1, 8), np.bool_))["js_divergence"] != pytest.approx(
-        d * d / 8, rel=1e-2
-    )
+    naive = plain(rollout, train, np.ones((1, 8), np.bool_))["js_divergence"]
+    assert abs(naive - d * d / 8) > d * d / 8
 
 
 @pytest.mark.parametrize("constant", [False, True])

@@ -56,8 +56,9 @@ def importance_weights(
     Truncated importance sampling (TIS) takes min(ratio, upper); masked importance sampling (MIS) takes the
     ratio where lower ≤ ratio ≤ upper and 0 elsewhere. A sequence's ratio is the product of its tokens',
     summed as logarithms in float64; a token's is the float32 that the loss computes itself where it divides
-    by the rollout's log-probabilities, so that without a cut both have the same bits. Sources: Yao et al. 2025, "Your efficient RL framework secretly brings
-    you off-policy RL training" (TIS); Liu et al. 2025, "When speed kills stability" (MIS).
+    by the rollout's log-probabilities, so that without a cut both have the same bits. Sources: Yao et al.
+    2025, "Your efficient RL framework secretly brings you off-policy RL training" (TIS); Liu et al. 2025,
+    "When speed kills stability" (MIS).
 
     Args:
         old_logp: Training's log-probabilities before the update, float32.
