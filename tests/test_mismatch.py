@@ -256,3 +256,28 @@ def test_every_metric_of_the_registry_is_documented() -> None:
 def test_every_measure_is_in_the_table_of_names() -> None:
     text = (DOCS / "mismatch.md").read_text()
     assert all(f"`mismatch/{name}`" in text for name in MEASURES)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sequence_weight_squared", 0.0),
+        ("ratio_squared", -1.0),
+        ("rollout_probability_squared", -1.0),
+        ("ratio_squared", "-Infinity"),
+        ("probability_product", "NaN"),
+        ("sequences", (1 << 63) - 1),
+    ],
+)
+def test_sums_that_no_tokens_can_have_are_a_fault_and_stop_no_judgement(
+    tmp_path: Path, name: str, value: object
+) -> None:
+    write_run(tmp_path / "run")
+    path = tmp_path / "run" / "consistency.json"
+    report = json.loads(path.read_bytes())
+    for entry in report["rollouts"]:
+        entry["mismatch"]["sums"][name] = value
+    path.write_text(json.dumps(report))
+    assert "evidence" in [
+        gate.name for gate in verdict.judge(tmp_path / "run").gates if gate.verdict.value == "FAIL"
+    ]

@@ -192,6 +192,8 @@ def _of_total(report: ConsistencyReport) -> list[str]:
     except ArithmeticError as error:
         # Sums that no tokens can have.
         return [f"the rollouts cannot be added up: {error}"]
+    except ValidationError as error:
+        return [f"the rollouts cannot be added up: {first_fault(error)}"]
 
 
 def _rows(run_dir: Path, faults: list[str]) -> list[tuple[int, dict[str, Any]]]:
