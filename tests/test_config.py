@@ -29,8 +29,9 @@ from rlsp.layout import Layout, RolloutLayout
 
 Compose = Callable[..., Config]
 
-COUNT, WIDTH = (0, -1), (0, -8, 3, 12)
-NOT_NEGATIVE, POSITIVE = (-0.1, nan, inf, -inf), (0.0, -1.0, nan, inf)
+COUNT, TOKENS, WIDTH = (0, -1, 10**6 + 1, 10**29), (0, -1, 2**17 + 1), (0, -8, 3, 12, 8192, 2**60)
+NOT_NEGATIVE, POSITIVE = (-0.1, 1.1e6, nan, inf, -inf), (0.0, -1.0, 1e-13, 1e13, nan, inf)
+SECONDS = (0.0, -1.0, 0.9, 86401.0, 1e300, nan, inf)
 FRACTION = (-0.1, 1.0, nan, inf)
 
 # For every key with a rule, values that break it.
@@ -40,14 +41,14 @@ ILLEGAL: dict[str, tuple[Any, ...]] = {
     "num_rollouts": COUNT,
     "prompts_per_rollout": COUNT,
     "samples_per_prompt": COUNT,
-    "max_response_tokens": COUNT,
+    "max_response_tokens": TOKENS,
     "updates_per_rollout": COUNT,
     "micro_batch_size": COUNT,
     "learning_rate": NOT_NEGATIVE,
     "clip_ratio": NOT_NEGATIVE,
     "kl_coef": NOT_NEGATIVE,
     "entropy_coef": NOT_NEGATIVE,
-    "temperature": POSITIVE,
+    "temperature": (0.0, -1.0, 1e-7, 1e7, nan, inf),
     "grad_clip": NOT_NEGATIVE,
     "resume": ("outputs/default/x", ""),
     "model.name": ("", "a/b"),
@@ -55,9 +56,9 @@ ILLEGAL: dict[str, tuple[Any, ...]] = {
     "model.hidden_size": COUNT,
     "model.num_attention_heads": COUNT,
     "model.num_query_groups": COUNT,
-    "model.head_dim": (0, -2, 15),
+    "model.head_dim": (0, -2, 15, 4098),
     "model.ffn_hidden_size": COUNT,
-    "model.vocab_size": (0, 1),
+    "model.vocab_size": (0, 1, 10**6 + 1),
     "model.rope_base": POSITIVE,
     "model.norm_epsilon": POSITIVE,
     "model.init_std": POSITIVE,
@@ -71,23 +72,23 @@ ILLEGAL: dict[str, tuple[Any, ...]] = {
     "numerics.token_block": WIDTH,
     "numerics.q_block": WIDTH,
     "numerics.k_block": WIDTH,
-    "numerics.row_tile": (0, 8, 24, 48),
+    "numerics.row_tile": (0, 8, 24, 48, 8192, 2**60),
     "numerics.grad_lsb": (19, 51),
     "numerics.threads": (0, 2),
     "task.max_operand": COUNT,
-    "task.reward": (nan, inf),
+    "task.reward": (nan, inf, -inf, 1e308, -1e308),
     "optimizer.beta1": FRACTION,
     "optimizer.beta2": FRACTION,
-    "optimizer.epsilon": (*POSITIVE, 1e-300),
+    "optimizer.epsilon": (0.0, -1.0, nan, inf, 1e-300, 1.1),
     "optimizer.weight_decay": NOT_NEGATIVE,
     "tracker.project": ("", "a/b", "a:b", "x" * 129),
     "tracker.entity": ("",),
     "tracker.group": ("",),
     "tracker.tags": (("",), ("good", "x" * 65)),
-    "tracker.init_timeout_s": POSITIVE,
-    "launch.timeout_s": POSITIVE,
-    "launch.grace_s": (*POSITIVE, 6.1),
-    "task.response_limit": COUNT,
+    "tracker.init_timeout_s": SECONDS,
+    "launch.timeout_s": SECONDS,
+    "launch.grace_s": (0.0, -1.0, nan, inf, 6.1),
+    "task.response_limit": TOKENS,
     "numerics.routes.attention": ("fast", "", "strict/", "strict/native/strict", "Native"),
     "numerics.routes.ffn": ("fast",),
     "numerics.routes.logp": ("fast",),
@@ -104,6 +105,27 @@ CROSSED = [
     (
         {"parallel.dp": 17},
         "parallel.dp=17: legal: at most 16 (prompts_per_rollout × samples_per_prompt)",
+    ),
+    (
+        {"prompts_per_rollout": 250001},
+        "prompts_per_rollout=250001: legal: at most 250000 (samples_per_prompt=4)",
+    ),
+    (
+        {"parallel.cp": 33},
+        "parallel.cp=33: legal: what makes dp · cp · tp at most 64 ranks (for device.kind=cpu)",
+    ),
+    (
+        {"parallel.dp": 40, "prompts_per_rollout": 64},
+        "parallel.dp=40: legal: what makes dp · cp · tp at most 64 ranks (for device.kind=cpu)",
+    ),
+    (
+        {"parallel.tp": 128, "numerics.virtual_tp": 128, "model.num_query_groups": 128}
+        | {"model.num_attention_heads": 128, "model.ffn_hidden_size": 128},
+        "parallel.tp=128: legal: what makes dp · cp · tp at most 64 ranks (for device.kind=cpu)",
+    ),
+    (
+        {"parallel.cp": 4000, "device.kind": DeviceKind.cuda, "device.backend": "nccl"},
+        "parallel.cp=4000: legal: what makes dp · cp · tp at most 4096 ranks (for device.kind=cuda)",
     ),
     (
         {"model.num_query_groups": 4},
@@ -292,7 +314,7 @@ def test_the_hash_tells_any_two_configs_apart(compose: Compose) -> None:
         (("model",), 3, "model=3: legal: a mapping of keys to values"),
         (("tracker", "tags"), "a", "tracker.tags=a: legal: a list, each item 1 to 64 characters"),
         (("tracker", "tags"), [1], "tracker.tags=1: legal: 1 to 64 characters"),
-        (("rollout", "engines"), "all", "rollout.engines=all: legal: null or an integer of at least 1"),
+        (("rollout", "engines"), "all", "rollout.engines=all: legal: null or an integer in 1..1000000"),
         (("parallel", "tpp"), 1, "parallel.tpp=1: legal: a known key; did you mean parallel.tp?"),
         (("nonsense_key",), 1, "nonsense_key=1: legal: a known key; `--cfg job` lists them"),
     ],

@@ -14,6 +14,12 @@ from rlsp.config.schema import Config, CorrectionKind, DeviceKind
 SMALL_PRODUCT = 4096
 """A matrix product of M·N·K up to this is left to another kernel, with other bits (NUMERICS §1.1, rule 1)."""
 
+MAX_RANKS = {DeviceKind.cpu: 64, DeviceKind.cuda: 4096}
+"""Most ranks of a run: what one machine can host on its processor, and what torchrun may span with GPUs."""
+
+MAX_SEQUENCES = 10**6
+"""Most sequences of one rollout."""
+
 CHARACTERS = 97
 """Tokens of the built-in character tokenizer, which every vocabulary must hold (a test compares the two)."""
 
@@ -85,6 +91,24 @@ def _rows_above(smallest: int) -> str:
     )
 
 
+def _ranks_fit(axis: str) -> CrossRule:
+    """Bound the world size; the widest axis is the one that is named."""
+    others = [name for name in ("dp", "cp", "tp") if name != axis]
+
+    def holds(config: Config) -> bool:
+        widths = {name: getattr(config.parallel, name) for name in (axis, *others)}
+        return config.world_size <= MAX_RANKS[config.device.kind] or axis != max(
+            widths, key=widths.__getitem__
+        )
+
+    def legal(config: Config) -> str:
+        kind = config.device.kind
+        return f"what makes dp · cp · tp at most {MAX_RANKS[kind]} ranks (for device.kind={kind.name})"
+
+    keys = (f"parallel.{axis}", "device.kind", *(f"parallel.{name}" for name in others))
+    return CrossRule(keys, holds, legal)
+
+
 _VIRTUAL = ("numerics.virtual_tp",)
 _WORLD = ("parallel.dp", "parallel.cp", "parallel.tp")
 _SHAPES = (
@@ -127,6 +151,16 @@ CROSS_RULES = (
         ("parallel.tp", *_VIRTUAL),
         lambda c: c.numerics.virtual_tp % c.parallel.tp == 0,
         lambda c: f"{_divisors(c.numerics.virtual_tp)} (divisors of numerics.virtual_tp)",
+    ),
+    _ranks_fit("tp"),
+    _ranks_fit("cp"),
+    _ranks_fit("dp"),
+    CrossRule(
+        ("prompts_per_rollout", "samples_per_prompt"),
+        lambda c: c.sequences_per_rollout <= MAX_SEQUENCES,
+        lambda c: (
+            f"at most {MAX_SEQUENCES // c.samples_per_prompt} (samples_per_prompt={c.samples_per_prompt})"
+        ),
     ),
     CrossRule(
         ("parallel.sp", "parallel.tp"),

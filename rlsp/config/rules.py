@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from math import isfinite
 from typing import Annotated, Any
 
 
@@ -26,24 +25,44 @@ def _matches(pattern: str) -> Callable[[str], bool]:
     return lambda text: re.fullmatch(pattern, text) is not None
 
 
-Count = Annotated[int, Rule("an integer of at least 1", lambda v: v >= 1)]
+# Bounds keep what cannot run out: a number that no machine holds would be accepted first and abort later.
+_MAX_COUNT = 10**6
+_MAX_TOKENS = 2**17  # the longest context of Qwen3's family
+_MAX_BLOCK = 4096
+_MAX_SIZE = 1e6  # far below where a float32 square overflows
+_DAY_S = 86400.0
+
+
+def _within(low: float, high: float) -> Callable[[Any], bool]:
+    return lambda value: low <= value <= high  # false for NaN
+
+
+def _block(low: int) -> Callable[[int], bool]:
+    return lambda value: low <= value <= _MAX_BLOCK and _power_of_two(value)
+
+
+Count = Annotated[int, Rule(f"an integer in 1..{_MAX_COUNT}", _within(1, _MAX_COUNT))]
+Tokens = Annotated[int, Rule(f"an integer in 1..{_MAX_TOKENS}", _within(1, _MAX_TOKENS))]
 Seed = Annotated[int, Rule("an integer in 0..2^63-1", lambda v: 0 <= v < 2**63)]
-Width = Annotated[int, Rule("a power of two", _power_of_two)]
-Tile = Annotated[int, Rule("a power of two of at least 16", lambda v: v >= 16 and _power_of_two(v))]
-Even = Annotated[int, Rule("an even integer of at least 2", lambda v: v >= 2 and v % 2 == 0)]
-Vocab = Annotated[int, Rule("an integer of at least 2", lambda v: v >= 2)]
-GradLsb = Annotated[int, Rule("an integer in 20..50", lambda v: 20 <= v <= 50)]
+Width = Annotated[int, Rule(f"a power of two of at most {_MAX_BLOCK}", _block(1))]
+Tile = Annotated[int, Rule(f"a power of two in 16..{_MAX_BLOCK}", _block(16))]
+Even = Annotated[
+    int, Rule(f"an even integer in 2..{_MAX_BLOCK}", lambda v: 2 <= v <= _MAX_BLOCK and v % 2 == 0)
+]
+Vocab = Annotated[int, Rule(f"an integer in 2..{_MAX_COUNT}", _within(2, _MAX_COUNT))]
+GradLsb = Annotated[int, Rule("an integer in 20..50", _within(20, 50))]
 Threads = Annotated[
     int, Rule("1 (leaf products in float32 change their bits with threads)", lambda v: v == 1)
 ]
-Finite = Annotated[float, Rule("a finite number", isfinite)]
-NotNegative = Annotated[float, Rule("a finite number of at least 0", lambda v: isfinite(v) and v >= 0)]
-Positive = Annotated[float, Rule("a finite number above 0", lambda v: isfinite(v) and v > 0)]
-Grace = Annotated[float, Rule("a number above 0 and at most 6", lambda v: 0 < v <= 6)]
-Normal = Annotated[
-    float,
-    Rule("a finite number of at least 1.2e-38 (normal in float32)", lambda v: isfinite(v) and v >= 1.2e-38),
+Reward = Annotated[
+    float, Rule(f"a number in -{_MAX_SIZE:.0f}..{_MAX_SIZE:.0f}", _within(-_MAX_SIZE, _MAX_SIZE))
 ]
+NotNegative = Annotated[float, Rule(f"a number in 0..{_MAX_SIZE:.0f}", _within(0, _MAX_SIZE))]
+Positive = Annotated[float, Rule("a number in 1e-12..1e12", _within(1e-12, 1e12))]
+Temperature = Annotated[float, Rule("a number in 1e-6..1e6", _within(1e-6, 1e6))]
+Seconds = Annotated[float, Rule(f"seconds in 1..{_DAY_S:.0f}", _within(1.0, _DAY_S))]
+Grace = Annotated[float, Rule("a number above 0 and at most 6", lambda v: 0 < v <= 6)]
+Normal = Annotated[float, Rule("a number in 1.2e-38..1 (normal in float32)", _within(1.2e-38, 1.0))]
 Fraction = Annotated[float, Rule("a number of at least 0 and below 1", lambda v: 0 <= v < 1)]
 Name = Annotated[
     str,

@@ -12,7 +12,6 @@ from rlsp.config.plain import read_plain, to_plain
 from rlsp.config.rules import (
     Count,
     Even,
-    Finite,
     Fraction,
     Grace,
     GradLsb,
@@ -23,11 +22,15 @@ from rlsp.config.rules import (
     Positive,
     Project,
     Resume,
+    Reward,
     Route,
+    Seconds,
     Seed,
     Tag,
+    Temperature,
     Threads,
     Tile,
+    Tokens,
     Vocab,
     Width,
 )
@@ -192,8 +195,8 @@ class TaskConfig:
 
     kind: TaskKind
     max_operand: Count
-    reward: Finite
-    response_limit: Count | None
+    reward: Reward
+    response_limit: Tokens | None
 
 
 @dataclass(frozen=True)
@@ -224,14 +227,14 @@ class TrackerConfig:
     entity: Label | None
     group: Label | None
     tags: tuple[Tag, ...]
-    init_timeout_s: Positive
+    init_timeout_s: Seconds
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
     """Bound how long a collective may take (timeout_s) and how long ranks get to stop (grace_s)."""
 
-    timeout_s: Positive
+    timeout_s: Seconds
     grace_s: Grace
     progress: bool
 
@@ -245,14 +248,14 @@ class Config:
     num_rollouts: Count
     prompts_per_rollout: Count
     samples_per_prompt: Count
-    max_response_tokens: Count
+    max_response_tokens: Tokens
     updates_per_rollout: Count
     micro_batch_size: Count
     learning_rate: NotNegative
     clip_ratio: NotNegative
     kl_coef: NotNegative
     entropy_coef: NotNegative
-    temperature: Positive
+    temperature: Temperature
     grad_clip: NotNegative
     reuse_rollout_logprob: bool
     resume: Resume | None
