@@ -190,7 +190,9 @@ def conclude(run_dir: Path | str, abort: Abort | None) -> Judgement:
     """
     reason = abort.reason if abort else None
     if abort is not None:
-        (Path(run_dir) / "logs" / "abort.txt").write_text("\n".join([abort.reason, *abort.lines, ""]))
+        log = Path(run_dir) / "logs" / "abort.txt"
+        log.parent.mkdir(exist_ok=True)
+        log.write_text("\n".join([abort.reason, *abort.lines, ""]))
     status = manifest.Status.ABORTED if abort else manifest.Status.FINISHED
     manifest.finish(run_dir, datetime.now(UTC).isoformat(timespec="milliseconds"), status, reason)
     return verdict.seal(run_dir, reason)

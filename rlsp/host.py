@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,11 @@ def die_with_parent(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def silence_limit_s(timeout_s: float) -> float:
+    """Return after how many seconds silence means a hang: a collective's own timeout comes first."""
+    return 1.1 * timeout_s + 2.0
 
 
 class SilenceWatch:
@@ -97,7 +103,7 @@ class Host:
         self._board = board
         self._write = say
         self._grace_s = grace_s
-        self._silence = SilenceWatch(1.1 * timeout_s + 2.0)
+        self._silence = SilenceWatch(silence_limit_s(timeout_s))
         self._alive: dict[int, int] = {}
         self._failed_at_s: float | None = None
         self._stopped_at_s: float | None = None
@@ -119,6 +125,7 @@ class Host:
                     wake.wait(self._until_next_step_s())
                     good &= self._reap()
                     self._act(wake.received)
+                    self._say("alive")  # the owner listens for this: a host that is stopped says nothing
             finally:
                 self._kill(signal.SIGKILL)
         self._say("finished")
@@ -167,10 +174,10 @@ class Host:
             if now_s >= self._failed_at_s + _SETTLE_S:
                 self._stop(Cause.RANK, "")
         else:
-            cpu_s = {
-                rank: seconds for pid, rank in self._alive.items() if (seconds := _cpu_s(pid)) is not None
+            spent_s = {
+                rank: seconds for pid, rank in self._alive.items() if (seconds := cpu_s(pid)) is not None
             }
-            if silent := self._silence.silent(now_s, self._board.read(), cpu_s, self._states()):
+            if silent := self._silence.silent(now_s, self._board.read(), spent_s, self._states()):
                 self._stop(Cause.SILENCE, "", silent)
 
     def _stop(self, cause: Cause, detail: str, silent: tuple[int, ...] = ()) -> None:
@@ -224,7 +231,9 @@ class Wake:
 
 @contextmanager
 def waking(*stop_signals: signal.Signals) -> Iterator[Wake]:
-    """Turn signals, and the end of a child, into something to wait for; in the main thread only.
+    """Turn signals, and the end of a child, into something to wait for.
+
+    Python hands signals to the main thread alone: in another one, descriptors and time are all there is.
 
     Args:
         stop_signals: Signals that ask to stop; `Wake.received` names the first that came.
@@ -233,13 +242,18 @@ def waking(*stop_signals: signal.Signals) -> Iterator[Wake]:
     os.set_blocking(read_end, False)
     os.set_blocking(write_end, False)
     wake = Wake(read_end, stop_signals)
-    descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     try:
-        wake.take(*stop_signals, signal.SIGCHLD)
-        yield wake
+        if threading.current_thread() is not threading.main_thread():
+            yield wake
+            return
+        descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        try:
+            wake.take(*stop_signals, signal.SIGCHLD)
+            yield wake
+        finally:
+            wake.release()
+            signal.set_wakeup_fd(descriptor)
     finally:
-        wake.release()
-        signal.set_wakeup_fd(descriptor)
         os.close(read_end)
         os.close(write_end)
 
@@ -259,7 +273,8 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def _cpu_s(pid: int) -> float | None:
+def cpu_s(pid: int) -> float | None:
+    """Return the CPU time that a process took so far, in seconds; None where there is none."""
     fields = _stat(pid)
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else None
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,13 +13,15 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.text import Text
 
 from rlsp import progress
-from rlsp.board import Board
+from rlsp.board import Board, Slot
 from rlsp.config import Job
 from rlsp.determinism import environment_switches, rank_environment
 from rlsp.ending import Abort, HostReport, RankError, conclude, explain, signal_name
-from rlsp.host import Wake, process_state, waking
+from rlsp.host import SilenceWatch, Wake, cpu_s, process_state, silence_limit_s, waking
+from rlsp.meeting import meeting_place
 from rlsp.report import manifest
 from rlsp.report.files import EvidenceError
 from rlsp.report.follow import Follower
@@ -49,39 +50,59 @@ def execute(job: Job, entry: str = RUN_RANK) -> int:
         KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP stopped the run; its files are sealed as ABORTED.
         EvidenceError: The run folder cannot be written.
     """
-    console = Console(highlight=False)
     environment = rank_environment(job.config.numerics.threads)
     with waking(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as wake:
         begun = manifest.begin(job, environment_switches(environment))
-        board = _prepare(job)
         # The ranks' imports take seconds; W&B comes up on a thread of its own meanwhile.
-        with open_tracker(job, begun) as tracker, Ranks(job, board, environment, entry) as ranks:
-            failure: Exception | None = None
-            try:
-                with progress.open_display(job, console) as display:
-                    _follow(ranks, display, wake, Follower(job.run_dir))
-            except Exception as error:
-                failure = error
-            stopped_by = wake.received.name if wake.received else None
-            abort = ranks.end(stopped_by, failure)
+        with open_tracker(job, begun) as tracker:
+            abort, failure = _supervise(job, environment, entry, wake)
             judgement = conclude(job.run_dir, abort)
+            stopped = wake.received is not None and abort is not None
             wake.release()  # from here on the user may break off at once
             details = abort.lines if abort else ()
-            console.print(progress.summary(job, judgement, _total(job), details), soft_wrap=True)
+            console = Console(highlight=False)
+            progress.show(console, progress.summary(job, judgement, _total(job), details))
             tracker.finish(judgement)
     if tracker.warning:
-        console.print(f"  tracker: {tracker.warning}", markup=False, soft_wrap=True)
+        progress.show(console, Text(f"  tracker: {tracker.warning}"))
     if failure is not None:
         raise failure
-    if abort is not None and stopped_by is not None:
+    if abort is not None and stopped:
         raise KeyboardInterrupt(abort.reason)
     return judgement.exit_status
+
+
+def _supervise(
+    job: Job, environment: Mapping[str, str], entry: str, wake: Wake
+) -> tuple[Abort | None, BaseException | None]:
+    """Run the ranks to their end.
+
+    Returns:
+        Why the run was aborted, if it was, and what went wrong in this process itself, if anything did:
+        whatever that is, the run is to be sealed first.
+    """
+    if wake.received is not None:
+        return Abort(f"stopped by {wake.received.name}", ()), None
+    try:
+        board = _prepare(job)
+        with meeting_place() as meeting, Ranks(job, board, environment, entry, meeting) as ranks:
+            failure: BaseException | None = None
+            try:
+                with progress.open_display(job, Console(highlight=False)) as display:
+                    _follow(ranks, display, wake, Follower(job.run_dir))
+            except BaseException as error:
+                failure = error
+            return ranks.end(wake.received.name if wake.received else None, failure), failure
+    except BaseException as error:
+        return launcher_failed(error), error
 
 
 class Ranks:
     """The host process and what it says; leaving the context ends it and every rank."""
 
-    def __init__(self, job: Job, board: Board, environment: Mapping[str, str], entry: str) -> None:
+    def __init__(
+        self, job: Job, board: Board, environment: Mapping[str, str], entry: str, meeting: str
+    ) -> None:
         """Start the host.
 
         Args:
@@ -89,6 +110,7 @@ class Ranks:
             board: Its status board.
             environment: The ranks' environment.
             entry: The function that each rank runs, as module:function.
+            meeting: Where the ranks meet, as torch.distributed takes it.
         """
         self.report = HostReport()
         self._job = job
@@ -97,8 +119,10 @@ class Ranks:
         self._deadline_s: float | None = None
         self._pending = b""
         self._open = True
-        self._meeting = tempfile.TemporaryDirectory(prefix="rlsp-")
-        where = ["--init-method", f"file://{self._meeting.name}/store", "--parent", str(os.getpid())]
+        self._silence = SilenceWatch(silence_limit_s(job.config.launch.timeout_s))
+        self._heard = 0
+        self._hang = ""
+        where = ["--init-method", meeting, "--parent", str(os.getpid())]
         arguments = ["--host", str(job_path(job)), *where, "--entry", entry]
         with host_log_path(job.run_dir).open("ab") as log:
             # A session of its own: a terminal's Ctrl-C reaches the owner only, which stops ranks in order.
@@ -122,7 +146,6 @@ class Ranks:
     ) -> None:
         self._kill()
         self._pipe.close()
-        self._meeting.cleanup()
 
     def listen(self, wake: Wake, timeout_s: float) -> bool:
         """Take in what the host says, for at most `timeout_s` seconds; return whether it still runs."""
@@ -132,6 +155,9 @@ class Ranks:
             self._limit()
         if self._deadline_s is not None and time.monotonic() > self._deadline_s:
             self._kill()
+        elif self._deadline_s is None and self._host_is_silent():
+            self._hang = f"hangs: no sign of life, its process is {process_state(self._process.pid)}"
+            self._kill()
         return self._open
 
     def stop(self) -> None:
@@ -140,7 +166,7 @@ class Ranks:
             self._process.terminate()
         self._limit()
 
-    def end(self, stopped_by: str | None, failure: Exception | None) -> Abort | None:
+    def end(self, stopped_by: str | None, failure: BaseException | None) -> Abort | None:
         """End what still runs, and say why the run was aborted, if it was.
 
         Args:
@@ -149,7 +175,7 @@ class Ranks:
         """
         if failure is not None:
             self._kill()
-            return Abort(f"the launcher failed: {type(failure).__name__}: {failure}", ())
+            return launcher_failed(failure)
         try:
             self._process.wait(_HOST_GRACE_S)
         except subprocess.TimeoutExpired:
@@ -168,12 +194,22 @@ class Ranks:
                 chunk = os.read(self._pipe.fileno(), 65536)
             except BlockingIOError:
                 return
+            self._heard += 1
             *lines, self._pending = (self._pending + chunk).split(b"\n")
             for line in lines:
                 self.report.hear(line)
             if not chunk:
                 self._open = False
                 return
+
+    def _host_is_silent(self) -> bool:
+        """Tell whether the host neither speaks nor works, as one that was stopped."""
+        host = Slot(rank=0, generation=self._heard)
+        spent_s = cpu_s(self._process.pid)
+        if not self._open or spent_s is None:
+            return False
+        state = {0: process_state(self._process.pid)}
+        return bool(self._silence.silent(time.monotonic(), [host], {0: spent_s}, state))
 
     def _limit(self) -> None:
         if self._deadline_s is None:
@@ -197,6 +233,8 @@ class Ranks:
 
     def _how_host_ended(self) -> str:
         code = self._process.returncode
+        if self._hang:
+            return self._hang
         if code is not None and code < 0:
             return f"was killed by {signal_name(-code)}"
         log = host_log_path(self._job.run_dir)
@@ -207,6 +245,11 @@ class Ranks:
 def job_path(job: Job) -> Path:
     """Return where a run folder keeps its job."""
     return Path(job.run_dir) / ".hydra" / "job.json"
+
+
+def launcher_failed(error: BaseException) -> Abort:
+    """Say that this process, and no rank, ended a run."""
+    return Abort(f"the launcher failed: {type(error).__name__}: {error}", ())
 
 
 def _follow(ranks: Ranks, display: progress.Display, wake: Wake, follower: Follower) -> None:

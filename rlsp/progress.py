@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ from rlsp.report.records import TotalEvidence
 from rlsp.report.verdict import Judgement
 
 _COLOURS = {"PASS": "bold green", "FAIL": "bold red", "ABORTED": "bold red", "INCONCLUSIVE": "bold yellow"}
+UNSHOWN = (OSError, ValueError, SystemExit)
+"""What printing raises where nobody reads: errors of the stream, its encoding or its end; rich's own exit."""
+
 _SHOWN = (
     ("reward/mean", "reward"),
     ("train/loss", "loss"),
@@ -74,9 +77,51 @@ class LiveDisplay(Display):
         self._progress.refresh()
 
 
+class SteadyDisplay(Display):
+    """Show through another display until that fails, as on a closed pipe; a run goes on without."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Show a row of metrics.jsonl."""
+        with self._silenced():
+            self._display.row(row)
+
+    def tick(self, slots: Sequence[Slot]) -> None:
+        """Show what the ranks are at."""
+        with self._silenced():
+            self._display.tick(slots)
+
+    @contextmanager
+    def _silenced(self) -> Iterator[None]:
+        try:
+            yield
+        except UNSHOWN:
+            self._display = Display()
+
+
 @contextmanager
 def open_display(job: Job, console: Console) -> Iterator[Display]:
-    """Open the display that fits the console and the config."""
+    """Open the display that fits the console and the config; no failure of a stream comes out of it."""
+    with ExitStack() as opened:
+        try:
+            display = opened.enter_context(_fitting(job, console))
+        except UNSHOWN:
+            display = Display()
+        yield SteadyDisplay(display)
+        with suppress(*UNSHOWN):
+            opened.close()
+
+
+def show(console: Console, text: Text) -> None:
+    """Print a text, where somebody still reads."""
+    with suppress(*UNSHOWN):
+        console.print(text, soft_wrap=True)
+
+
+@contextmanager
+def _fitting(job: Job, console: Console) -> Iterator[Display]:
     if not job.config.launch.progress:
         yield Display()
     elif not console.is_terminal:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch_owner import RUN_ID, MakeJob, Owner, job_of_two_ranks, processes_of, run, started
 
+from rlsp import launch
 from rlsp.board import Board
 from rlsp.config import Config
 from rlsp.launch import execute
+from rlsp.meeting import meeting_place
+from rlsp.report import manifest
 from rlsp.report.verdict import verify
 from rlsp.worker import RUN_RANK, board_path, error_path, log_path
 
@@ -194,15 +201,20 @@ def test_nothing_outlives_an_owner_that_is_killed(make_job: MakeJob) -> None:
     assert processes_of(job) == []
 
 
+def host_of(owner: Owner) -> int:
+    """Find the process that hosts the ranks."""
+    parents = {
+        pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        for pid in processes_of(owner.job)
+    }
+    return next(pid for pid, parent in parents.items() if parent == owner.process.pid)
+
+
 def test_a_killed_host_takes_its_ranks_along_and_is_named(make_job: MakeJob) -> None:
     job = make_job()
     owner = Owner(job, "wait_for_the_end")
     owner.await_files("up-0", "up-1")
-    parents = {
-        pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        for pid in processes_of(job)
-    }
-    host = next(pid for pid, parent in parents.items() if parent == owner.process.pid)
+    host = host_of(owner)
     owner.mark()
     os.kill(host, signal.SIGKILL)
     ended = owner.end()
@@ -210,6 +222,108 @@ def test_a_killed_host_takes_its_ranks_along_and_is_named(make_job: MakeJob) -> 
     assert ended.status == 1
     assert ended.seconds < STOP_LIMIT_S
     assert ended.reason == "the host of the ranks was killed by SIGKILL"
+
+
+def test_a_stopped_host_is_found_and_killed_with_its_ranks(make_job: MakeJob) -> None:
+    job = make_job("launch.timeout_s=1.0")
+    owner = Owner(job, "wait_for_the_end")
+    owner.await_files("up-0", "up-1")
+    host = host_of(owner)
+    owner.mark()
+    os.kill(host, signal.SIGSTOP)
+    ended = owner.end()
+    assert processes_of(job) == []
+    assert ended.status == 1
+    assert ended.seconds < 1.1 * 1.0 + 2.0 + STOP_LIMIT_S
+    assert ended.reason == "the host of the ranks hangs: no sign of life, its process is stopped"
+
+
+def test_a_host_that_only_waits_is_left_alone(make_job: MakeJob) -> None:
+    # Its ranks take longer than the host may be silent: it says that it lives.
+    assert run(make_job("launch.timeout_s=1.0"), "compute_silently").verdict["aborted"] is None
+
+
+@pytest.mark.parametrize("entry", ["finish", "rows"])
+def test_a_closed_output_changes_neither_verdict_nor_status(
+    make_job: MakeJob, tmp_path: Path, entry: str
+) -> None:
+    ended = run(make_job("num_rollouts=4"), entry)
+    job = dataclasses.replace(make_job("num_rollouts=4"), run_dir=str(tmp_path / "unread"))
+    owner = Owner(job, entry)
+    owner.process.stdout.close()
+    assert owner.process.wait(60) == ended.status
+    verdict = json.loads((Path(job.run_dir) / "VERDICT.json").read_text())
+    assert (verdict["verdict"], verdict["aborted"]) == (ended.verdict["verdict"], ended.verdict["aborted"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_manifest_is_written_stops_the_run(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    begin = manifest.begin
+
+    def interrupted(*arguments: Any) -> manifest.Manifest:
+        os.kill(os.getpid(), number)
+        return begin(*arguments)
+
+    monkeypatch.setattr(manifest, "begin", interrupted)
+    job = make_job()
+    # a shell starts what it puts into the background with SIGINT ignored, the tests included
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            execute(job, "launch_entries:finish")
+    finally:
+        signal.signal(number, before)
+    verdict = json.loads((Path(job.run_dir) / "VERDICT.json").read_text())
+    assert (verdict["verdict"], verdict["aborted"]) == ("ABORTED", f"stopped by {number.name}")
+    assert not log_path(job.run_dir, 0).exists(), "no rank was started"
+
+
+@pytest.mark.parametrize("broken", ["_prepare", "_follow"])
+@pytest.mark.parametrize(
+    "error", [MemoryError("no more"), SystemExit(5), OSError(28, "No space left on device")], ids=repr
+)
+def test_whatever_ends_the_owner_is_sealed_as_an_abort(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, broken: str, error: BaseException
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(launch, broken, fail)
+    job = make_job()
+    with pytest.raises(type(error)):
+        execute(job, "launch_entries:finish")
+    assert processes_of(job) == []
+    verdict = json.loads((Path(job.run_dir) / "VERDICT.json").read_text())
+    assert (verdict["verdict"], verdict["aborted"]) == (
+        "ABORTED",
+        f"the launcher failed: {type(error).__name__}: {error}",
+    )
+
+
+def test_a_run_can_be_executed_off_the_main_thread(make_job: MakeJob) -> None:
+    job = make_job()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(execute, job, "no_such_module:function").result() == 1
+    assert "no_such_module" in json.loads((Path(job.run_dir) / "VERDICT.json").read_text())["aborted"]
+
+
+def test_a_meeting_place_is_gone_afterwards_and_those_of_killed_owners_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    abandoned, foreign = tmp_path / "rlsp-abandoned", tmp_path / "rlsp-of-something-else"
+    for folder in (abandoned, foreign):
+        folder.mkdir()
+    (abandoned / "owner.lock").touch()
+    with meeting_place() as outer:
+        with meeting_place() as inner:
+            assert outer != inner
+            places = {Path(place.removeprefix("file://")).parent for place in (outer, inner)}
+            assert set(tmp_path.iterdir()) == {foreign, *places}
+        assert len(list(tmp_path.iterdir())) == 2
+    assert list(tmp_path.iterdir()) == [foreign]
 
 
 def test_a_host_that_cannot_import_its_entry_says_so(make_job: MakeJob) -> None:
