@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cache
+from math import ceil
 from pathlib import Path
 
 from hydra import version
@@ -19,12 +20,13 @@ from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, OverrideParseException
+from hydra.core.override_parser.types import Override, RangeSweep
+from hydra.errors import OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
+from rlsp.cli.refusal import COMPOSITION_ERRORS, RefusalError, first_line
 from rlsp.config import (
     Config,
     ConfigError,
@@ -40,18 +42,18 @@ from rlsp.config import (
 CONFIG_NAME = "config"
 VERSION_BASE = "1.3"
 
-COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
-"""What Hydra raises for input that it cannot compose; ValueError for a null in place of a group's option."""
+MAX_JOBS = 1000
+"""Most jobs of one sweep: each is composed and checked before the first one starts."""
 
+_OPTIONAL_GROUPS = ("experiment",)
+_EXTRAS = {
+    "joblib": "joblib",
+    "slurm": "submitit",
+    "submitit_local": "submitit",
+    "submitit_slurm": "submitit",
+    "ray": "ray",
+}
 _UNPARSABLE = "{}: legal: key=value, with quotes around a value that has spaces or special characters"
-
-
-class RefusalError(Exception):
-    """Refuse to start; `lines` says everything that is wrong, one line each."""
-
-    def __init__(self, lines: Sequence[str]) -> None:
-        super().__init__("\n".join(lines))
-        self.lines = tuple(lines)
 
 
 def new_id() -> str:
@@ -122,10 +124,19 @@ class Composer:
         except RefusalError as refusal:
             lines += refusal.lines
         except COMPOSITION_ERRORS as error:
-            lines.append(_first_line(error))
+            lines.append(first_line(error))
         if lines or cfg is None:
             raise RefusalError(lines)
         return cfg
+
+    def require_composable(self, overrides: Sequence[str]) -> None:
+        """See whether overrides compose, whatever the values that they make.
+
+        Raises:
+            RefusalError: They do not.
+        """
+        if lines := self._sift(overrides)[1]:
+            raise RefusalError(lines)
 
     def require_sweep(self, overrides: Sequence[str]) -> DictConfig:
         """Compose a sweep's master config; whether each job's values are legal is for the job to find out.
@@ -144,7 +155,7 @@ class Composer:
         try:
             return self.compose(overrides, RunMode.MULTIRUN)
         except COMPOSITION_ERRORS as error:
-            raise RefusalError([_first_line(error)]) from error
+            raise RefusalError([first_line(error)]) from error
 
     def _sift(self, overrides: Sequence[str]) -> tuple[list[str], list[str]]:
         """Separate the overrides that compose from what is wrong with the others, each tried alone.
@@ -154,7 +165,7 @@ class Composer:
         if self._composes(overrides) is None:
             return list(overrides), []
         if (error := self._composes([])) is not None:
-            raise RefusalError([_first_line(error)]) from error
+            raise RefusalError([first_line(error)]) from error
         base: list[str] = []
         usable: list[str] = []
         lines: list[str] = []
@@ -181,15 +192,21 @@ class Composer:
         for text in overrides:
             try:
                 override = self._parse(text)
-                if override.is_sweep_override():
-                    swept += [job[0] for job in BasicSweeper.split_arguments([override], None)[0]]
-                else:
+                if not override.is_sweep_override():
                     fixed.append(text)
+                elif count_values(override) > MAX_JOBS:
+                    lines.append(f"{text}: legal: at most {MAX_JOBS} values")
+                else:
+                    swept += [job[0] for job in BasicSweeper.split_arguments([override], None)[0]]
             except OverrideParseException:
                 lines.append(_UNPARSABLE.format(text))
-            except HydraException as error:  # a kind of sweep that the sweeper lacks
-                lines.append(f"{text}: {_first_line(error)}")
+            except COMPOSITION_ERRORS as error:  # for instance a kind of sweep that the sweeper lacks
+                lines.append(f"{text}: {first_line(error)}")
         return fixed, swept, lines
+
+    def parse(self, overrides: Sequence[str]) -> list[Override]:
+        """Parse overrides that compose."""
+        return self._parser.parse_overrides(list(overrides))
 
     def _parse(self, text: str) -> Override:
         return self._parser.parse_overrides([text])[0]
@@ -203,14 +220,22 @@ class Composer:
         if override.is_sweep_override():
             return f"{text}: legal: one value; --multirun sweeps over several"
         if override.is_delete() or override.is_hydra_override():
-            return f"{text}: {_first_line(error)}"
+            return f"{text}: {first_line(error)}{_extra_for(override)}"
+        return self._explain_value(text, override, error)
+
+    def _explain_value(self, text: str, override: Override, error: Exception) -> str:
         key, value = override.key_or_group, override.get_value_string()
+        if not key:
+            return _UNPARSABLE.format(text)
         kinds = dict(leaf_kinds(Config))
         options = self.hydra.config_loader.get_group_options(key)
+        if override.is_add() and key in kinds:
+            return f"{text}: legal: {key}={value} (the key is there already: without the plus sign)"
         if value in options:
-            return f"{text}: {_first_line(error)}"
+            return f"{text}: {first_line(error)}"
         if options:
-            return str(Violation(key, value, ", ".join(options)))
+            none = ["null (alone, not in a sweep)"] if key in _OPTIONAL_GROUPS else []
+            return str(Violation(key, value, ", ".join([*options, *none])))
         if key in kinds:
             return str(Violation(key, value, legal_text(kinds[key])))
         return str(unknown_key(key, value, list(kinds)))
@@ -237,14 +262,38 @@ def open_composer(args: Namespace) -> Iterator[Composer]:
         GlobalHydra.instance().clear()
 
 
+def count_values(override: Override) -> int:
+    """Count what an override sweeps over, without making a list of it."""
+    value = override.value()
+    if not isinstance(value, RangeSweep):
+        return sum(1 for _ in override.sweep_iterator()) if override.is_discrete_sweep() else 1
+    assert value.start is not None
+    assert value.stop is not None
+    try:
+        return max(0, ceil((value.stop - value.start) / value.step))
+    except (OverflowError, ZeroDivisionError, ValueError):  # up to infinity, or in steps of nothing
+        return MAX_JOBS + 1
+
+
+def spelt_out(overrides: Sequence[str]) -> list[str]:
+    """Replace `GROUP=null`, for a group that may be left out, by Hydra's own way to say that."""
+    return [
+        f"~{text.partition('=')[0]}" if text in [f"{group}=null" for group in _OPTIONAL_GROUPS] else text
+        for text in overrides
+    ]
+
+
+def _extra_for(override: Override) -> str:
+    """Say which extra brings the launcher that an override asks for."""
+    if override.key_or_group != "hydra/launcher" or override.is_delete():
+        return ""
+    extra = _EXTRAS.get(override.get_value_string())
+    return f"; it comes with `pip install 'rlsp[{extra}]'`" if extra else ""
+
+
 def _legal(key: str) -> str:
     kinds = dict(leaf_kinds(Config))
     return legal_text(kinds[key]) if key in kinds else "a value"
-
-
-def _first_line(error: Exception) -> str:
-    text = " ".join(line.strip() for line in str(error).splitlines()[:2] if line.strip())
-    return text or type(error).__name__
 
 
 def _sweep_group() -> str | None:

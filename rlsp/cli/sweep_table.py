@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-
-from hydra.core.utils import JobReturn
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlsp.report.files import EvidenceError, canonical_json, sha256_bytes
-from rlsp.report.sweep import JobOutcome, SweepJob, SweepSummary, summarise
+from rlsp.report.files import canonical_json, sha256_bytes
+from rlsp.report.sweep import SweepJob, SweepSummary
 
-_STATUSES = {0: "green", 4: "yellow"}
-_LEFT_OUT = {0: "incomplete", 1: "crashed", 2: "refused", 3: "incomplete", 4: "incomplete"}
+_STATUSES = {0: "green", 4: "yellow", None: "dim"}
+_LEFT_OUT = {
+    None: "not started",
+    0: "incomplete",
+    1: "crashed",
+    2: "refused",
+    3: "incomplete",
+    4: "incomplete",
+}
 _LOG_WIDTH = 160
 _SHORT = 8
-
-
-def conclude(sweep_dir: Path, jobs: Sequence[JobReturn]) -> tuple[int, ...]:
-    """Write sweep.json, show it, and return the statuses that it adds to those of the jobs.
-
-    Returns:
-        3 where jobs that promise the same bits ended with others, 1 where sweep.json cannot be written.
-    """
-    outcomes = [
-        JobOutcome(
-            number=int(job.hydra_cfg.hydra.job.num) if job.hydra_cfg is not None else number,
-            overrides=tuple(job.overrides or ()),
-            status=int(job.return_value),
-            run_dir=Path(job.hydra_cfg.hydra.runtime.output_dir) if job.hydra_cfg is not None else sweep_dir,
-        )
-        for number, job in enumerate(jobs)
-    ]
-    try:
-        summary = summarise(sweep_dir, outcomes)
-    except EvidenceError as error:
-        print(f"rlsp: {error}", file=sys.stderr)
-        return (1,)
-    show(summary)
-    return (3,) if summary.disagrees else ()
 
 
 def show(summary: SweepSummary) -> None:

@@ -19,6 +19,7 @@ from rlsp.report.records import ConsistencyReport, float64_bits
 from rlsp.report.verdict import VerdictDocument
 
 SWEEP_NAME = "sweep.json"
+_REFUSED = 2
 AnyDocument = TypeVar("AnyDocument", bound=Document)
 
 
@@ -29,18 +30,18 @@ class JobOutcome:
     Attributes:
         number: Its number in the sweep.
         overrides: Its overrides, swept ones included.
-        status: Its exit status; 2 for a job that was refused and has no folder.
-        run_dir: Where its run folder is, if it has one.
+        status: Its exit status; 2 for a job that was refused, None for one that was never started.
+        run_dir: Where its run folder is, if it ran: whatever lies there otherwise is not this job's.
     """
 
     number: int
     overrides: tuple[str, ...]
-    status: int
+    status: int | None
     run_dir: Path
 
 
 class SweepJob(Document):
-    """One job; what its folder does not say is None.
+    """One job; what its folder does not say is None, and `status` is where the job was never started.
 
     `complete` tells whether every rollout that was planned is recorded; only such jobs are compared with each
     other. `gradient_norm_bits` has one float64 an update, 16 hex digits each. `result_hash` is equal for jobs
@@ -49,7 +50,7 @@ class SweepJob(Document):
 
     number: int
     overrides: tuple[str, ...]
-    status: int
+    status: int | None
     folder: str | None
     run_id: str | None
     verdict: Verdict | None
@@ -126,9 +127,10 @@ def compose_summary(sweep_dir: Path, outcomes: Sequence[JobOutcome]) -> SweepSum
 def _job(sweep_dir: Path, outcome: JobOutcome) -> tuple[SweepJob, Mapping[str, Any]]:
     """Return a job and its composed config, which is empty where nothing says it."""
     folder = outcome.run_dir
-    manifest = _read(Manifest, folder / MANIFEST_NAME)
-    report = _read(ConsistencyReport, folder / CONSISTENCY_NAME)
-    seal = _read(VerdictDocument, folder / VERDICT_NAME)
+    ran = outcome.status not in (None, _REFUSED)
+    manifest = _read(Manifest, folder / MANIFEST_NAME) if ran else None
+    report = _read(ConsistencyReport, folder / CONSISTENCY_NAME) if ran else None
+    seal = _read(VerdictDocument, folder / VERDICT_NAME) if ran else None
     config = manifest.config if manifest else {}
     last = report.rollouts[-1] if report and report.rollouts else None
     size = config.get("micro_batch_size")
@@ -136,7 +138,7 @@ def _job(sweep_dir: Path, outcome: JobOutcome) -> tuple[SweepJob, Mapping[str, A
         number=outcome.number,
         overrides=outcome.overrides,
         status=outcome.status,
-        folder=_relative(folder, sweep_dir) if folder.is_dir() else None,
+        folder=_relative(folder, sweep_dir) if ran and folder.is_dir() else None,
         run_id=manifest.run_id if manifest else None,
         verdict=seal.verdict if seal else None,
         layout=manifest.layout.model_dump(exclude={"table"}) if manifest else None,

@@ -1,0 +1,25 @@
+"""What this machine lacks for a run, found without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlsp.config import Config, DeviceKind, Violation
+
+_DEVICES = Path("/dev")
+_DRIVERS = ("nvidiactl", "dxg")  # Linux's own driver, and that of a Linux inside Windows
+
+
+def machine_lines(config: Config) -> list[str]:
+    """List why a checked config cannot run on this machine, one line a reason."""
+    if config.device.kind is not DeviceKind.cuda:
+        return []
+    if not any((_DEVICES / name).exists() for name in _DRIVERS):
+        shown = " nor ".join(f"{_DEVICES / name}" for name in _DRIVERS)
+        why = f"cpu (neither {shown} is there: this machine has no NVIDIA driver; nothing overrides this)"
+        return [str(Violation("device.kind", config.device.kind, why))]
+    cards = [path for path in _DEVICES.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
+    if cards and config.world_size > len(cards):
+        layout = f"{config.world_size} ranks (dp · cp · tp)"
+        return [f"parallel: {layout}: legal: at most {len(cards)}, the GPUs here; nothing overrides this"]
+    return []

@@ -1,0 +1,151 @@
+"""A sweep from its plan to its table: every job through one of Hydra's launchers, and what became of each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hydra.core.utils import JobReturn
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from rlsp.cli.compose import Composer
+from rlsp.cli.folders import made, refusing, taken_sweep
+from rlsp.cli.jobs import PlannedJob, announcement, plan_jobs
+from rlsp.cli.refusal import COMPOSITION_ERRORS, RefusalError, first_line
+from rlsp.cli.statuses import CRASHED, FAILED, REFUSED, worst
+from rlsp.cli.sweep_table import show
+from rlsp.report.files import VERDICT_NAME, EvidenceError
+from rlsp.report.sweep import JobOutcome, SweepSummary, summarise
+from rlsp.report.verdict import Judgement, VerdictDocument
+
+_PLUGINS = "hydra_plugins.hydra_{0}_launcher.{0}_launcher.{1}".format
+_BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+_JOBLIB = _PLUGINS("joblib", "JoblibLauncher")
+_HERE = (_BASIC, _JOBLIB, _PLUGINS("submitit", "LocalLauncher"))
+
+Task = Callable[[DictConfig], int]
+
+
+class Sweep:
+    """The jobs of one `rlsp -m`."""
+
+    def __init__(self, composer: Composer, overrides: Sequence[str], sweep_dir: Path) -> None:
+        """Compose and check every job.
+
+        Args:
+            composer: The command line's.
+            overrides: The command line's, swept ones included.
+            sweep_dir: The sweep's folder.
+
+        Raises:
+            RefusalError: No job may run, or the sweep itself is wrong.
+        """
+        self._composer = composer
+        self._overrides = list(overrides)
+        self._dir = sweep_dir
+        try:
+            master = composer.compose(self._overrides, RunMode.MULTIRUN)
+            # The plugin's own default is one job a processor. Each job's ranks want every core already, and
+            # what runs out of time on a crowded machine is aborted.
+            if master.hydra.launcher._target_ == _JOBLIB and not self._states("hydra.launcher.n_jobs"):
+                self._overrides.append("hydra.launcher.n_jobs=1")
+                master = composer.compose(self._overrides, RunMode.MULTIRUN)
+        except COMPOSITION_ERRORS as error:
+            raise RefusalError([first_line(error)]) from error
+        self._plan = plan_jobs(composer, master, sweep_dir, here=master.hydra.launcher._target_ in _HERE)
+
+    def announcement(self) -> list[str]:
+        """Say which jobs will be refused and why, one line a reason."""
+        return announcement(self._plan)
+
+    def run(self, task: Task) -> int:
+        """Run the jobs, write sweep.json, show the table and return the worst status.
+
+        Raises:
+            RefusalError: Nothing could be started.
+            KeyboardInterrupt: A signal asked to stop before anything was started.
+        """
+        with made(self._dir), refusing(self._dir), taken_sweep(self._dir):
+            statuses: tuple[int, ...] = ()
+            returned: list[JobReturn] = []
+            try:
+                returned = self._launch(task)
+            except KeyboardInterrupt:
+                if not self._begun():
+                    raise
+                print("rlsp: interrupted", file=sys.stderr)
+                statuses = (CRASHED,)
+            except Exception as error:
+                if not self._begun():
+                    raise RefusalError([first_line(error)]) from error
+                print(f"rlsp: the sweep broke off: {type(error).__name__}: {error}", file=sys.stderr)
+                statuses = (CRASHED,)
+            outcomes = self._outcomes(returned)
+            if not outcomes and not statuses:
+                raise RefusalError(
+                    ["the sweep is empty: legal: values, ranges or globs that name at least one job"]
+                )
+            return worst([*statuses, *_known(outcomes), *self._conclude(outcomes)])
+
+    def _states(self, key: str) -> bool:
+        return any(text.lstrip("+").startswith(f"{key}=") for text in self._overrides)
+
+    def _launch(self, task: Task) -> list[JobReturn]:
+        batches = self._composer.hydra.multirun(
+            config_name=self._composer.config_name, task_function=task, overrides=self._overrides
+        )
+        return [job for batch in batches for job in batch]
+
+    def _begun(self) -> bool:
+        """Tell whether any job left something in the sweep's folder."""
+        return any(entry.is_dir() and any(entry.iterdir()) for entry in self._dir.iterdir())
+
+    def _outcomes(self, returned: Sequence[JobReturn]) -> list[JobOutcome]:
+        """Tell what became of each job: what it returned, or else what its folder says."""
+        said = {outcome.number: outcome for outcome in map(_outcome, returned)}
+        planned = {job.number: job for job in self._plan}
+        return [
+            said[number] if number in said else _found(planned[number])
+            for number in sorted({*said, *planned})
+        ]
+
+    def _conclude(self, outcomes: Sequence[JobOutcome]) -> tuple[int, ...]:
+        """Write sweep.json, show it, and return the statuses that it adds to those of the jobs.
+
+        Returns:
+            3 where jobs that promise the same bits ended with others, 1 where sweep.json cannot be written.
+        """
+        if all(outcome.status == REFUSED for outcome in outcomes):
+            return ()
+        try:
+            summary: SweepSummary = summarise(self._dir, outcomes)
+        except EvidenceError as error:
+            print(f"rlsp: {error}", file=sys.stderr)
+            return (CRASHED,)
+        show(summary)
+        return (FAILED,) if summary.disagrees else ()
+
+
+def _outcome(job: JobReturn) -> JobOutcome:
+    assert job.hydra_cfg is not None
+    hydra = job.hydra_cfg.hydra
+    status, run_dir = int(job.return_value), Path(hydra.runtime.output_dir)
+    return JobOutcome(int(hydra.job.num), tuple(job.overrides or ()), status, run_dir)
+
+
+def _found(job: PlannedJob) -> JobOutcome:
+    """Read how a job ended that did not come back: sealed, cut off, refused, or never started."""
+    status: int | None = REFUSED if job.refusal else None
+    if not job.refusal and job.run_dir.is_dir() and any(job.run_dir.iterdir()):
+        try:
+            seal = VerdictDocument.read(job.run_dir / VERDICT_NAME)
+            status = Judgement(seal.verdict, (), ()).exit_status
+        except EvidenceError:
+            status = CRASHED
+    return JobOutcome(job.number, job.overrides, status, job.run_dir)
+
+
+def _known(outcomes: Sequence[JobOutcome]) -> list[int]:
+    return [outcome.status for outcome in outcomes if outcome.status is not None]
