@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rlsp.board import Board, Place
+from rlsp.cli.streams import steady_streams
 from rlsp.config import DeviceKind, Job, violations
 from rlsp.determinism import environment_switches, environment_values
 from rlsp.ending import Abort, RankError, conclude
@@ -150,6 +151,7 @@ def _host(job: Job, options: argparse.Namespace) -> int:
 
 def _torchrun_rank(job: Job, entry: str) -> int:
     """Be the rank that torchrun's environment names."""
+    steady_streams()
     values = environment_values(_TORCHRUN)
     if held := [name for name in _EVIDENCE if (Path(job.run_dir) / name).exists()]:
         print(f"rlsp.worker: {job.run_dir} already holds a run's {' and '.join(held)};", file=sys.stderr)

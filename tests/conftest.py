@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from jaxtyping import install_import_hook
 
 # Before anything of rlsp is imported: every annotated shape of these packages is checked at each call.
 install_import_hook(("rlsp.rl", "rlsp.bits", "rlsp.numerics"), "beartype.beartype")
+
+from command import Console  # noqa: E402
 
 from rlsp.cli.compose import Composer, checked, open_composer  # noqa: E402
 from rlsp.config import Config  # noqa: E402
@@ -45,3 +49,14 @@ def compose() -> Callable[..., Config]:
             return checked(opened.compose(overrides))
 
     return composed
+
+
+@pytest.fixture
+def rlsp_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Iterator[Console]:
+    handlers, level = list(logging.root.handlers), logging.root.level
+    yield Console(monkeypatch, capsys, tmp_path)
+    # Hydra leaves a handler on the stream that ends with this test.
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)

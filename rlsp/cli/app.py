@@ -6,11 +6,13 @@ after a sweep the worst of its jobs' in the order 1, 2, 3, 4, 0, and 3 where job
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -28,7 +30,17 @@ from rlsp.cli.compose import (
     process_id,
     spelt_out,
 )
-from rlsp.cli.folders import HYDRA_NAME, folder_of, made, pinned, prune, refusing, taken_run, write_record
+from rlsp.cli.folders import (
+    HYDRA_NAME,
+    folder_of,
+    made,
+    owned_run,
+    pinned,
+    prune,
+    refusing,
+    take_run,
+    write_record,
+)
 from rlsp.cli.machine import machine_lines
 from rlsp.cli.refusal import COMPOSITION_ERRORS, RefusalError, first_line
 from rlsp.cli.statuses import CRASHED, PASSED, REFUSED
@@ -82,7 +94,10 @@ def execute_job(cfg: DictConfig, command_line: Sequence[str] = ()) -> int:
         config = checked(cfg)
         if lines := machine_lines(config):
             raise RefusalError(lines)
-        with refusing(run_dir), taken_run(run_dir):
+        with suppress(Exception):  # what cannot be imported is a crash, and told as one below
+            importlib.import_module("rlsp.launch")  # slow: an interrupt here should still leave nothing
+        with refusing(run_dir):
+            take_run(run_dir)
             write_record(run_dir, cfg, OmegaConf.create({"hydra": context}), context.overrides.task)
     except RefusalError as refusal:
         print_lines(f"job {context.job.num} refused" if sweeping else "refused", refusal.lines)
@@ -90,7 +105,8 @@ def execute_job(cfg: DictConfig, command_line: Sequence[str] = ()) -> int:
             prune(run_dir, Path(context.sweep.dir))
         return REFUSED
     run_id = new_id() if sweeping else process_id()
-    return _execute(_job(config, run_dir, run_id, context.overrides.task, command_line))
+    with owned_run(run_dir):
+        return _execute(_job(config, run_dir, run_id, context.overrides.task, command_line))
 
 
 def print_lines(what: str, lines: Iterable[str]) -> None:

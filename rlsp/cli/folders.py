@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -16,7 +18,10 @@ from rlsp.cli.refusal import RefusalError
 
 HYDRA_NAME = ".hydra"
 SWEEP_RECORD = "multirun.yaml"
+LAUNCHER_NAME = ".submitit"
 _LOGS = "logs"
+_LOCK_NAME = "owner.lock"
+_TICK_S = 0.1
 _LEGAL = "legal: a folder that is absent or empty"
 
 
@@ -74,14 +79,12 @@ def require_free(folder: Path) -> None:
         raise RefusalError([f"run folder {folder}: {_LEGAL}"])
 
 
-@contextmanager
-def taken_run(run_dir: Path) -> Iterator[None]:
+def take_run(run_dir: Path) -> None:
     """Take an empty folder for one run; of several commands that try at once, one succeeds.
-
-    What the block wrote into .hydra/ goes again if it raises.
 
     Raises:
         RefusalError: The folder holds something already.
+        OSError: It cannot be written.
     """
     try:
         (run_dir / _LOGS).mkdir()  # made once, by whoever comes first: this is the claim
@@ -90,19 +93,46 @@ def taken_run(run_dir: Path) -> Iterator[None]:
     if [entry.name for entry in run_dir.iterdir()] != [_LOGS]:
         remove_empty([run_dir / _LOGS])
         raise RefusalError([f"run folder {run_dir}: {_LEGAL}"])
-    try:
+
+
+@contextmanager
+def owned_run(run_dir: Path) -> Iterator[None]:
+    """Hold a lock in a run folder while the run has an owner; the kernel gives it up with the process."""
+    with ExitStack() as held:
+        with suppress(OSError):  # full, or without locks: whoever asks will learn nothing
+            file = held.enter_context((run_dir / _LOGS / _LOCK_NAME).open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
-    except BaseException:
-        shutil.rmtree(run_dir / HYDRA_NAME, ignore_errors=True)
-        remove_empty([run_dir / _LOGS])
-        raise
+
+
+def await_owner(run_dir: Path, limit_s: float) -> bool:
+    """Wait until a run has no owner any more; return whether that is so.
+
+    Args:
+        run_dir: The run folder.
+        limit_s: How long to wait at most, seconds.
+    """
+    until_s = time.monotonic() + limit_s
+    while True:
+        try:
+            with (run_dir / _LOGS / _LOCK_NAME).open("r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+        except FileNotFoundError:
+            return True
+        except BlockingIOError:
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(_TICK_S)
+        except OSError:
+            return False
 
 
 @contextmanager
 def taken_sweep(sweep_dir: Path) -> Iterator[None]:
     """Take an empty folder for one sweep; of several commands that try at once, one succeeds.
 
-    If no job leaves anything there, the sweep's record goes again.
+    If no job leaves anything there, the sweep's record goes again, and what its launcher noted for itself.
 
     Raises:
         RefusalError: The folder holds something already.
@@ -117,8 +147,9 @@ def taken_sweep(sweep_dir: Path) -> Iterator[None]:
             raise RefusalError([f"sweep folder {sweep_dir}: {_LEGAL}"])
         yield
     finally:
-        if [entry.name for entry in sweep_dir.iterdir()] == [SWEEP_RECORD]:
-            record.unlink()
+        if {entry.name for entry in sweep_dir.iterdir()} <= {SWEEP_RECORD, LAUNCHER_NAME}:
+            shutil.rmtree(sweep_dir / LAUNCHER_NAME, ignore_errors=True)
+            record.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -144,12 +175,18 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 
 def write_record(run_dir: Path, cfg: DictConfig, hydra: DictConfig, overrides: Sequence[str]) -> None:
-    """Write what was composed into a run folder's .hydra/, which is this command's own to fill."""
+    """Write what was composed into the .hydra/ of a folder that was taken, or give the folder back.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
     folder = run_dir / HYDRA_NAME
-    folder.mkdir()
-    for name, content in (
-        ("config", cfg),
-        ("hydra", hydra),
-        ("overrides", OmegaConf.create(list(overrides))),
-    ):
-        (folder / f"{name}.yaml").write_text(OmegaConf.to_yaml(content), encoding="utf-8")
+    contents = {"config": cfg, "hydra": hydra, "overrides": OmegaConf.create(list(overrides))}
+    try:
+        folder.mkdir()
+        for name, content in contents.items():
+            (folder / f"{name}.yaml").write_text(OmegaConf.to_yaml(content), encoding="utf-8")
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        remove_empty([run_dir / _LOGS])
+        raise

@@ -15,13 +15,13 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rlsp.cli.compose import MAX_JOBS, Composer, checked, count_values
-from rlsp.cli.folders import SWEEP_RECORD
+from rlsp.cli.folders import LAUNCHER_NAME, SWEEP_RECORD
 from rlsp.cli.machine import machine_lines
 from rlsp.cli.refusal import COMPOSITION_ERRORS, RefusalError, first_line
 from rlsp.report.sweep import SWEEP_NAME
 
 _BASIC = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
-_OWN_NAMES = (SWEEP_RECORD, SWEEP_NAME, ".submitit")
+_OWN_NAMES = (SWEEP_RECORD, SWEEP_NAME, LAUNCHER_NAME)
 _MAX_NAME_BYTES = 255
 _SUBDIR = "hydra.sweep.subdir"
 
@@ -55,14 +55,16 @@ def plan_jobs(
         here: Whether the jobs run on this machine, so that it can be told what they lack here.
 
     Returns:
-        The jobs in order; nothing for a sweeper that decides about its jobs while it runs.
+        The jobs in order.
 
     Raises:
         RefusalError: There is no job or there are too many, one cannot be composed, a folder is not one job's
-            own, or all are refused.
+            own, all are refused, or the sweeper is one that decides about its jobs while it runs.
     """
-    if master.hydra.sweeper._target_ != _BASIC:
-        return ()
+    if (sweeper := master.hydra.sweeper._target_) != _BASIC:
+        raise RefusalError(
+            [f"hydra/sweeper: {sweeper}: legal: basic, whose jobs are known before the first starts"]
+        )
     params = master.hydra.sweeper.params or {}
     texts = [*(f"{key}={value}" for key, value in params.items()), *master.hydra.overrides.task]
     try:

@@ -11,11 +11,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from rlsp.cli.compose import Composer
-from rlsp.cli.folders import made, refusing, taken_sweep
+from rlsp.cli.folders import await_owner, made, refusing, taken_sweep
 from rlsp.cli.jobs import PlannedJob, announcement, plan_jobs
 from rlsp.cli.refusal import COMPOSITION_ERRORS, RefusalError, first_line
 from rlsp.cli.statuses import CRASHED, FAILED, REFUSED, worst
 from rlsp.cli.sweep_table import show
+from rlsp.ending import Abort, conclude
 from rlsp.report.files import VERDICT_NAME, EvidenceError
 from rlsp.report.sweep import JobOutcome, SweepSummary, summarise
 from rlsp.report.verdict import Judgement, VerdictDocument
@@ -24,6 +25,9 @@ _PLUGINS = "hydra_plugins.hydra_{0}_launcher.{0}_launcher.{1}".format
 _BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 _JOBLIB = _PLUGINS("joblib", "JoblibLauncher")
 _HERE = (_BASIC, _JOBLIB, _PLUGINS("submitit", "LocalLauncher"))
+
+# What a launcher that was broken off needs to end its jobs: they stop their ranks, and seal.
+_OWNER_LIMIT_S = 15.0
 
 Task = Callable[[DictConfig], int]
 
@@ -83,10 +87,6 @@ class Sweep:
                 print(f"rlsp: the sweep broke off: {type(error).__name__}: {error}", file=sys.stderr)
                 statuses = (CRASHED,)
             outcomes = self._outcomes(returned)
-            if not outcomes and not statuses:
-                raise RefusalError(
-                    ["the sweep is empty: legal: values, ranges or globs that name at least one job"]
-                )
             return worst([*statuses, *_known(outcomes), *self._conclude(outcomes)])
 
     def _states(self, key: str) -> bool:
@@ -100,7 +100,7 @@ class Sweep:
 
     def _begun(self) -> bool:
         """Tell whether any job left something in the sweep's folder."""
-        return any(entry.is_dir() and any(entry.iterdir()) for entry in self._dir.iterdir())
+        return any(job.run_dir.is_dir() and any(job.run_dir.iterdir()) for job in self._plan)
 
     def _outcomes(self, returned: Sequence[JobReturn]) -> list[JobOutcome]:
         """Tell what became of each job: what it returned, or else what its folder says."""
@@ -136,15 +136,24 @@ def _outcome(job: JobReturn) -> JobOutcome:
 
 
 def _found(job: PlannedJob) -> JobOutcome:
-    """Read how a job ended that did not come back: sealed, cut off, refused, or never started."""
+    """Read how a job ended that did not come back: sealed, cut off, refused, never started, not at all."""
     status: int | None = REFUSED if job.refusal else None
     if not job.refusal and job.run_dir.is_dir() and any(job.run_dir.iterdir()):
-        try:
-            seal = VerdictDocument.read(job.run_dir / VERDICT_NAME)
-            status = Judgement(seal.verdict, (), ()).exit_status
-        except EvidenceError:
-            status = CRASHED
+        if await_owner(job.run_dir, _OWNER_LIMIT_S):
+            status = _sealed(job.run_dir)
+        else:
+            print(f"rlsp: job {job.number} goes on; {job.run_dir} will say how it ends", file=sys.stderr)
     return JobOutcome(job.number, job.overrides, status, job.run_dir)
+
+
+def _sealed(run_dir: Path) -> int:
+    """Return the status of a run whose owner is gone; one that was killed before it could is sealed here."""
+    try:
+        if not (run_dir / VERDICT_NAME).exists():
+            return conclude(run_dir, Abort("the process that owned the run was killed", ())).exit_status
+        return Judgement(VerdictDocument.read(run_dir / VERDICT_NAME).verdict, (), ()).exit_status
+    except (EvidenceError, OSError):
+        return CRASHED
 
 
 def _known(outcomes: Sequence[JobOutcome]) -> list[int]:
