@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import Console
@@ -90,12 +91,15 @@ def test_of_two_commands_that_take_one_folder_at_once_one_is_refused(
 def test_a_full_disk_is_refused_and_nothing_stays(
     rlsp_command: Console, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
-    def full(run_dir: Path, *_: object) -> None:
-        (run_dir / ".hydra").mkdir()
-        (run_dir / ".hydra" / "config.yaml").write_text("na")
-        raise OSError(28, "No space left on device")
+    write_text = Path.write_text
 
-    monkeypatch.setattr(app, "write_record", full)
+    def full(path: Path, *arguments: Any, **named: Any) -> int:
+        if path.name == "hydra.yaml":
+            write_text(path, "so f")
+            raise OSError(28, "No space left on device")
+        return write_text(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "write_text", full)
     assert rlsp_command(*arguments) == 2
     assert "cannot be written: No space left on device" in rlsp_command.errors
     assert rlsp_command.left() == []

@@ -148,7 +148,12 @@ def test_a_sweeper_whose_jobs_are_not_known_before_is_refused(rlsp_command: Cons
 def test_values_that_a_config_sweeps_over_are_planned_like_those_of_the_command_line(
     rlsp_command: Console,
 ) -> None:
-    assert rlsp_command("-m", "+hydra.sweeper.params={parallel.tp:'1,2,3'}", "parallel.sp=1") == 2
+    folder = rlsp_command.folder / "mine" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "swept.yaml").write_text(
+        "# @package _global_\nhydra: {sweeper: {params: {parallel.tp: '1,2,3'}}}\n"
+    )
+    assert rlsp_command("--config-dir", "mine", "-m", "experiment=swept", "parallel.sp=1") == 2
     assert [job.config.parallel.tp for job in rlsp_command.jobs] == [1, 2]
     assert "job 2 (parallel.tp=3): parallel.tp=3: legal" in rlsp_command.errors
 
