@@ -22,6 +22,7 @@ from wandb.sdk.launch.sweeps import utils as agent
 from rlsp.cli.refusal import RefusalError
 from rlsp.report.sweep import SweepSummary
 from rlsp.report.verdict import verify
+from rlsp.report.verify_sweep import verify_sweep
 
 SWEEP_YAML = Path(__file__).parents[1] / "docs" / "wandb_sweep.yaml"
 SMALL = (
@@ -127,6 +128,8 @@ def test_an_interrupted_sweep_leaves_sealed_runs_and_the_right_states(
             assert (job.status, job.verdict.value) == (1, "ABORTED")
             assert verify(tmp_path / "swept" / job.folder).damage == ()
     assert jobs[1].status == (None if extra is None else 1)
+    verification = verify_sweep(tmp_path / "swept")
+    assert (verification.damage, verification.exit_status) == ((), 1)
 
 
 def test_joblib_runs_one_job_at_a_time_unless_told_otherwise(rlsp_command: Console) -> None:

@@ -100,9 +100,8 @@ def test_no_experiment_can_be_asked_for(rlsp_command: Console) -> None:
     assert rlsp_command("experiment=null", "seed=4") == 0
     assert rlsp_command.jobs[0].config.seed == 4
     assert rlsp_command("-m", "experiment=null,g11_probe") == 2
-    assert (
-        "experiment=null: legal: g11_probe, layout_probe, null (alone, not in a sweep)" in rlsp_command.errors
-    )
+    assert ", g11_probe, layout_probe" in rlsp_command.errors
+    assert ", null (alone, not in a sweep)" in rlsp_command.errors
 
 
 def test_a_sweep_that_cannot_be_composed_is_refused_whole(rlsp_command: Console) -> None:

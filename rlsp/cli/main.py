@@ -1,10 +1,10 @@
-"""The console scripts. Nothing heavy is imported here: Ctrl-C is answered from the first moment on."""
+"""The console script `rlsp`. Nothing heavy is imported here: Ctrl-C is answered from the first moment on."""
 
 from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -14,56 +14,15 @@ _INTERRUPTED = 1
 
 
 def main() -> int:
-    """Run `rlsp` with the command line in `sys.argv` and return the exit status."""
-
-    def command() -> int:
-        from rlsp.cli.app import run_command
-
-        return run_command()
-
-    return _guarded("rlsp", command)
-
-
-def compare() -> int:
-    """Run `rlsp-compare` with the command line in `sys.argv` and return the exit status."""
-
-    def command() -> int:
-        from rlsp.cli import compare
-
-        return compare.main()
-
-    return _guarded("rlsp-compare", command)
-
-
-def verify() -> int:
-    """Run `rlsp-verify` with the command line in `sys.argv` and return the exit status."""
-
-    def command() -> int:
-        from rlsp.cli import verify
-
-        return verify.main()
-
-    return _guarded("rlsp-verify", command)
-
-
-def publish() -> int:
-    """Run `rlsp-publish` with the command line in `sys.argv` and return the exit status."""
-
-    def command() -> int:
-        from rlsp.cli import publish
-
-        return publish.main()
-
-    return _guarded("rlsp-publish", command)
-
-
-def _guarded(name: str, command: Callable[[], int]) -> int:
+    """Run the command line in `sys.argv` and return the exit status."""
     steady_streams()
     try:
         with _interruptible():
-            return command()
+            from rlsp.cli.app import run_command
+
+            return run_command()
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
+        print("rlsp: interrupted", file=sys.stderr)
         return _INTERRUPTED
 
 

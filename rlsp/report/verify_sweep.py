@@ -16,7 +16,7 @@ from rlsp.report.verdict import EXIT_STATUS, Verification, is_run_folder, verify
 
 _HYDRA_RECORD = "multirun.yaml"
 _WORST_FIRST = (1, 2, 3, 4, 0)
-_NO_FOLDER = (1, 2)
+_NO_FOLDER = (1, 2, None)  # None: an interrupted sweep never started it
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class JobVerification:
         """Return the status of the job's files, or what it ended with where it left none."""
         if self.verification is not None:
             return self.verification.exit_status
-        return EXIT_STATUS[Verdict.FAIL] if self.recorded_status is None else self.recorded_status
+        return EXIT_STATUS[Verdict.ABORTED] if self.recorded_status is None else self.recorded_status
 
 
 @dataclass(frozen=True)
