@@ -28,7 +28,6 @@ from rlsp.cli.compose import (
     new_id,
     open_composer,
     process_id,
-    spelt_out,
 )
 from rlsp.cli.folders import (
     HYDRA_NAME,
@@ -42,6 +41,7 @@ from rlsp.cli.folders import (
     write_record,
 )
 from rlsp.cli.machine import machine_lines
+from rlsp.cli.overrides import spelt_out
 from rlsp.cli.refusal import COMPOSITION_ERRORS, RefusalError, first_line
 from rlsp.cli.statuses import CRASHED, PASSED, REFUSED
 from rlsp.cli.streams import steady_streams

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cache
-from math import ceil
 from pathlib import Path
 
 from hydra import version
@@ -20,12 +19,13 @@ from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, RangeSweep
+from hydra.core.override_parser.types import Override
 from hydra.errors import OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
+from rlsp.cli.overrides import MAX_JOBS, OPTIONAL_GROUPS, count_values
 from rlsp.cli.refusal import COMPOSITION_ERRORS, RefusalError, first_line
 from rlsp.config import (
     Config,
@@ -42,10 +42,6 @@ from rlsp.config import (
 CONFIG_NAME = "config"
 VERSION_BASE = "1.3"
 
-MAX_JOBS = 1000
-"""Most jobs of one sweep: each is composed and checked before the first one starts."""
-
-_OPTIONAL_GROUPS = ("experiment",)
 _EXTRAS = {
     "joblib": "joblib",
     "slurm": "submitit",
@@ -234,7 +230,7 @@ class Composer:
         if value in options:
             return f"{text}: {first_line(error)}"
         if options:
-            none = ["null (alone, not in a sweep)"] if key in _OPTIONAL_GROUPS else []
+            none = ["null (alone, not in a sweep)"] if key in OPTIONAL_GROUPS else []
             return str(Violation(key, value, ", ".join([*options, *none])))
         if key in kinds:
             return str(Violation(key, value, legal_text(kinds[key])))
@@ -260,27 +256,6 @@ def open_composer(args: Namespace) -> Iterator[Composer]:
         yield Composer(hydra, args.config_name or CONFIG_NAME)
     finally:
         GlobalHydra.instance().clear()
-
-
-def count_values(override: Override) -> int:
-    """Count what an override sweeps over, without making a list of it."""
-    value = override.value()
-    if not isinstance(value, RangeSweep):
-        return sum(1 for _ in override.sweep_iterator()) if override.is_discrete_sweep() else 1
-    assert value.start is not None
-    assert value.stop is not None
-    try:
-        return max(0, ceil((value.stop - value.start) / value.step))
-    except (OverflowError, ZeroDivisionError, ValueError):  # up to infinity, or in steps of nothing
-        return MAX_JOBS + 1
-
-
-def spelt_out(overrides: Sequence[str]) -> list[str]:
-    """Replace `GROUP=null`, for a group that may be left out, by Hydra's own way to say that."""
-    return [
-        f"~{text.partition('=')[0]}" if text in [f"{group}=null" for group in _OPTIONAL_GROUPS] else text
-        for text in overrides
-    ]
 
 
 def _extra_for(override: Override) -> str:

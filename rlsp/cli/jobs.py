@@ -14,9 +14,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from rlsp.cli.compose import MAX_JOBS, Composer, checked, count_values
+from rlsp.cli.compose import Composer, checked
 from rlsp.cli.folders import LAUNCHER_NAME, SWEEP_RECORD
 from rlsp.cli.machine import machine_lines
+from rlsp.cli.overrides import MAX_JOBS, count_values
 from rlsp.cli.refusal import COMPOSITION_ERRORS, RefusalError, first_line
 from rlsp.report.sweep import SWEEP_NAME
 
