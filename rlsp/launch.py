@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -55,7 +56,8 @@ def execute(job: Job, entry: str = RUN_RANK) -> int:
         begun = manifest.begin(job, environment_switches(environment))
         board = _prepare(job)
         # The ranks' imports take seconds; W&B comes up on a thread of its own meanwhile.
-        with open_tracker(job, begun) as tracker, Ranks(job, board, environment, entry) as ranks:
+        say = partial(_say, console)
+        with open_tracker(job, begun, say) as tracker, Ranks(job, board, environment, entry) as ranks:
             failure: Exception | None = None
             try:
                 with progress.open_display(job, console) as display:
@@ -69,8 +71,8 @@ def execute(job: Job, entry: str = RUN_RANK) -> int:
             details = abort.lines if abort else ()
             console.print(progress.summary(job, judgement, _total(job), details), soft_wrap=True)
             tracker.finish(judgement)
-    if tracker.warning:
-        console.print(f"  tracker: {tracker.warning}", markup=False, soft_wrap=True)
+    if said := tracker.warning or tracker.url:
+        _say(console, said)
     if failure is not None:
         raise failure
     if abort is not None and stopped_by is not None:
@@ -237,6 +239,11 @@ def _with_this_code(environment: Mapping[str, str]) -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[1])
     known = environment.get("PYTHONPATH")
     return {**environment, "PYTHONPATH": os.pathsep.join([root, known] if known else [root])}
+
+
+def _say(console: Console, text: str) -> None:
+    """Print what the tracker has to say."""
+    console.print(f"  tracker: {text}", markup=False, soft_wrap=True)
 
 
 def _total(job: Job) -> TotalEvidence | None:

@@ -85,6 +85,7 @@ ILLEGAL: dict[str, tuple[Any, ...]] = {
     "tracker.group": ("",),
     "tracker.tags": (("",), ("good", "x" * 65)),
     "tracker.init_timeout_s": POSITIVE,
+    "tracker.finish_timeout_s": POSITIVE,
     "launch.timeout_s": POSITIVE,
     "launch.grace_s": (*POSITIVE, 6.1),
     "task.response_limit": COUNT,

@@ -217,7 +217,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class TrackerConfig:
-    """Address the Weights & Biases run."""
+    """Address the Weights & Biases run, and bound how long opening and finishing it may take."""
 
     mode: TrackerMode
     project: Project
@@ -225,6 +225,7 @@ class TrackerConfig:
     group: Label | None
     tags: tuple[Tag, ...]
     init_timeout_s: Positive
+    finish_timeout_s: Positive
 
 
 @dataclass(frozen=True)
