@@ -93,7 +93,7 @@ def assert_artifacts_arrived(server: WandbServer, run_dir: Path, run_id: str) ->
     found = {a.name: a for a in server.artifacts if a.fields["runName"] == run_id}
     expected = {
         f"manifest-{run_id}": ["manifest.json"],
-        f"consistency-{run_id}": ["VERDICT.json", "consistency.json"],
+        f"consistency-{run_id}": ["VERDICT.json", "consistency.json", "report.html"],
     }
     assert {name: sorted(artifact.files) for name, artifact in found.items()} == expected
     for artifact in found.values():

@@ -16,6 +16,7 @@ from rlsp.report.files import VERDICT_NAME, json_safe, sha256_file
 from rlsp.report.follow import Follower
 from rlsp.report.manifest import MANIFEST_NAME, Manifest
 from rlsp.report.metrics import METRICS, STEP
+from rlsp.report.page import PAGE_NAME
 from rlsp.report.recorder import CONSISTENCY_NAME
 from rlsp.report.records import ConsistencyReport
 from rlsp.report.verdict import Judgement
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
     import wandb
 
 _LOG = logging.getLogger(__name__)
-FILES = (MANIFEST_NAME, CONSISTENCY_NAME, VERDICT_NAME)
+FILES = (MANIFEST_NAME, CONSISTENCY_NAME, VERDICT_NAME, PAGE_NAME)
 _ARTIFACTS = {
     "manifest": ("rlsp-manifest", (MANIFEST_NAME,)),
-    "consistency": ("rlsp-consistency-report", (CONSISTENCY_NAME, VERDICT_NAME)),
+    "consistency": ("rlsp-consistency-report", (CONSISTENCY_NAME, VERDICT_NAME, PAGE_NAME)),
 }
 _MAX_NAME, _MAX_TAG = 128, 64
 TOTAL_PREFIX = "total/"
