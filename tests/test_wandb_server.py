@@ -215,7 +215,7 @@ OnlineJob = Callable[..., Any]
 @pytest.fixture
 def online_job(compose: Callable[..., Config], tmp_path: Path) -> OnlineJob:
     fixed = ("tracker=online", "tracker.init_timeout_s=3.0", "tracker.finish_timeout_s=3.0")
-    return lambda *overrides: job_of_two_ranks(compose, tmp_path / OWNED_ID, *overrides, *fixed)
+    return lambda *overrides: job_of_two_ranks(compose, tmp_path / OWNED_ID, *fixed, *overrides)
 
 
 def test_a_failed_run_is_shown_failed_with_every_row(server, online_job):
@@ -268,6 +268,20 @@ def test_a_server_that_hangs_holds_the_end_up_for_a_bounded_time(server, online_
     kept = list((Path(job.run_dir) / "wandb").glob("offline-run-*/*.wandb"))
     assert len(kept) == (0 if after else 1)
     assert processes_with(OWNED_ID) == []
+
+
+def test_rows_that_a_server_refused_for_a_while_arrive_when_it_is_back(server, online_job):
+    server.refuse(503, "out of order", after="UpsertBucket")
+    job = online_job("tracker.finish_timeout_s=40")
+    owner = Owner(job, "rows")
+    owner.await_files("VERDICT.json")
+    assert server.runs[OWNED_ID].rows == []
+    server.recover()
+    ended = owner.end()
+    stored = server.runs[OWNED_ID]
+    assert stored.rows == rows_of(Path(job.run_dir))
+    assert (ended.status, stored.complete, stored.exit_code, len(stored.rows)) == (1, True, 1, 2)
+    assert f"tracker: {server.url}/loopback/rlsp/runs/{OWNED_ID}" in ended.output
 
 
 def processes_with(text: str) -> list[str]:

@@ -34,7 +34,7 @@ class WandbServer(Store):
         self.arrived = threading.Condition()
         self._stalled = threading.Event()
         self._woken = threading.Event()
-        self._stall_after: str | None = None
+        self._after: dict[str, Callable[[], object]] = {}
         self._refusing: tuple[int, str] | None = None
         self._httpd = _Httpd(("127.0.0.1", 0), _Handler)
         self._httpd.wandb = self
@@ -44,13 +44,21 @@ class WandbServer(Store):
 
     def stall(self, after: str | None = None) -> None:
         """Take requests and answer none from here on, or from the first answer to an operation on."""
-        self._stall_after = after
-        if after is None:
-            self._stalled.set()
+        self._turn(self._stalled.set, after)
 
-    def refuse(self, status: int, message: str) -> None:
-        """Answer every request with an HTTP error from here on."""
-        self._refusing = status, message
+    def refuse(self, status: int, message: str, after: str | None = None) -> None:
+        """Answer requests with an HTTP error from here on, or from the first answer to an operation on."""
+        self._turn(lambda: setattr(self, "_refusing", (status, message)), after)
+
+    def recover(self) -> None:
+        """Refuse nothing from here on."""
+        self._refusing = None
+
+    def _turn(self, change: Callable[[], object], after: str | None) -> None:
+        if after is None:
+            change()
+        else:
+            self._after[after] = change
 
     def close(self) -> None:
         """Go away: requests that wait are dropped, new ones find no server."""
@@ -87,8 +95,7 @@ class WandbServer(Store):
         except NotThereError as error:
             return {"errors": [{"message": str(error)}], "data": None}
         finally:
-            if operation == self._stall_after:
-                self._stalled.set()
+            self._after.pop(operation, lambda: None)()
 
     def stream(self, run_id: str, said: Json) -> None:
         """Take in one message of a run's file stream."""
