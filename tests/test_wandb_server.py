@@ -267,7 +267,7 @@ def test_a_server_that_hangs_holds_the_end_up_for_a_bounded_time(server, online_
     assert "Traceback" not in ended.output.partition("tracker:")[2]
     kept = list((Path(job.run_dir) / "wandb").glob("offline-run-*/*.wandb"))
     assert len(kept) == (0 if after else 1)
-    assert processes_with(OWNED_ID) == []
+    assert processes_with(job.run_dir) == []
 
 
 def test_rows_that_a_server_refused_for_a_while_arrive_when_it_is_back(server, online_job):
