@@ -7,8 +7,10 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -267,6 +269,22 @@ def test_a_server_that_hangs_holds_the_end_up_for_a_bounded_time(server, online_
     assert "Traceback" not in ended.output.partition("tracker:")[2]
     kept = list((Path(job.run_dir) / "wandb").glob("offline-run-*/*.wandb"))
     assert len(kept) == (0 if after else 1)
+    assert processes_with(job.run_dir) == []
+
+
+def test_a_user_who_does_not_wait_for_an_upload_breaks_it_off_at_once(server, online_job):
+    server.stall(after="UpsertBucket")
+    job = online_job("tracker.finish_timeout_s=60")
+    owner = Owner(job, "rows")
+    owner.await_files("VERDICT.json")
+    time.sleep(4)  # until it has said that it waits
+    owner.mark()
+    owner.process.send_signal(signal.SIGINT)
+    ended = owner.end()
+    assert "W&B is still sending" in ended.output
+    assert ended.seconds < 10
+    assert ended.status != 0
+    assert verify(Path(job.run_dir)).damage == ()
     assert processes_with(job.run_dir) == []
 
 

@@ -110,16 +110,25 @@ class WandbTracker(Tracker):
         limit_s = tracker.finish_timeout_s + _MARGIN_S
         if self._folder is None:
             limit_s += tracker.init_timeout_s
-        until_s = time.monotonic() + limit_s
         self._ending.set()
+        try:
+            self._wait(limit_s)
+        except KeyboardInterrupt:
+            # The user does not wait for the upload; else this process would, at its exit and without a limit.
+            mirror.end_service()
+            raise
+        if self._thread.is_alive():
+            self._warn(f"W&B did not end within {limit_s:.0f} s and was left behind{self._hint()}")
+            mirror.end_service()
+
+    def _wait(self, limit_s: float) -> None:
+        """Wait for the thread's end, and say so where it takes a while."""
+        until_s = time.monotonic() + limit_s
         self._thread.join(min(_PATIENCE_S, limit_s))
         if self._thread.is_alive():
             left_s = max(0.0, until_s - time.monotonic())
             self._say(f"W&B is still sending, for at most {left_s:.0f} s more (tracker.finish_timeout_s)")
             self._thread.join(left_s)
-        if self._thread.is_alive():
-            self._warn(f"W&B did not end within {limit_s:.0f} s and was left behind{self._hint()}")
-            mirror.end_service()
 
     def _warn(self, message: str) -> None:
         """Warn once; what follows from the first failure is only noted."""
