@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -54,17 +55,18 @@ def execute(job: Job, entry: str = RUN_RANK) -> int:
     with waking(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as wake:
         begun = manifest.begin(job, environment_switches(environment))
         # The ranks' imports take seconds; W&B comes up on a thread of its own meanwhile.
-        with open_tracker(job, begun) as tracker:
+        console = Console(highlight=False)
+        say = partial(_say, console)
+        with open_tracker(job, begun, say) as tracker:
             abort, failure = _supervise(job, environment, entry, wake)
             judgement = conclude(job.run_dir, abort)
             stopped = wake.received is not None and abort is not None
             wake.release()  # from here on the user may break off at once
             details = abort.lines if abort else ()
-            console = Console(highlight=False)
             progress.show(console, progress.summary(job, judgement, _total(job), details))
             tracker.finish(judgement)
-    if tracker.warning:
-        progress.show(console, Text(f"  tracker: {tracker.warning}"))
+    if said := tracker.warning or tracker.url:
+        say(said)
     if failure is not None:
         raise failure
     if abort is not None and stopped:
@@ -280,6 +282,11 @@ def _with_this_code(environment: Mapping[str, str]) -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[1])
     known = environment.get("PYTHONPATH")
     return {**environment, "PYTHONPATH": os.pathsep.join([root, known] if known else [root])}
+
+
+def _say(console: Console, text: str) -> None:
+    """Print what the tracker has to say."""
+    progress.show(console, Text(f"  tracker: {text}"))
 
 
 def _total(job: Job) -> TotalEvidence | None:

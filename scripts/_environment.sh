@@ -23,7 +23,7 @@ ensure_environment() {
         if [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
             install_into "$folder" torch==2.13.0
         fi
-        install_into "$folder" --editable '.[hf,dev]'
+        install_into "$folder" --editable '.[hf,dashboards,dev]'
         echo "$wanted" >"$stamp"
     ) 9>"$folder.lock" >&2
 }

@@ -109,6 +109,7 @@ def plain_config(**changes: Any) -> dict[str, Any]:
             "group": None,
             "tags": ["synthetic"],
             "init_timeout_s": 20.0,
+            "finish_timeout_s": 60.0,
         },
         "launch": {"timeout_s": 60.0, "grace_s": 5.0, "progress": False},
     }

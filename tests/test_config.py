@@ -86,6 +86,7 @@ ILLEGAL: dict[str, tuple[Any, ...]] = {
     "tracker.group": ("",),
     "tracker.tags": (("",), ("good", "x" * 65)),
     "tracker.init_timeout_s": SECONDS,
+    "tracker.finish_timeout_s": SECONDS,
     "launch.timeout_s": SECONDS,
     "launch.grace_s": (0.0, -1.0, nan, inf, 6.1),
     "task.response_limit": TOKENS,

@@ -220,7 +220,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class TrackerConfig:
-    """Address the Weights & Biases run."""
+    """Address the Weights & Biases run, and bound how long opening and finishing it may take."""
 
     mode: TrackerMode
     project: Project
@@ -228,6 +228,7 @@ class TrackerConfig:
     group: Label | None
     tags: tuple[Tag, ...]
     init_timeout_s: Seconds
+    finish_timeout_s: Seconds
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,101 @@
+"""`rlsp-dashboard ENTITY/PROJECT`: make the W&B workspace, and on request the report, of a project."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from rlsp.report.dashboard import Dashboard, Kind, Panel, build
+
+_FAILED, _USAGE = 1, 2
+_EPILOG = """The workspace shows consistency first, then learning, time, and the layouts. One that an earlier
+call made is replaced; every --report is a new report. The server is WANDB_BASE_URL, else where
+`wandb login` went.
+
+exit status:
+  0  made, or with --dry-run shown
+  1  W&B refused: no log-in, no such project, no server
+  2  wrong arguments, or the extra is missing: pip install 'rlsp[dashboards]'
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make the dashboards that the command line asks for; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="rlsp-dashboard",
+        description="Make the Weights & Biases workspace of a project; every panel shows what rlsp logs.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("project", metavar="ENTITY/PROJECT", help="whose project, and which")
+    parser.add_argument("--report", action="store_true", help="make a report, too")
+    parser.add_argument("--group", help="only the runs of this group, such as a sweep's folder name")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be made; send nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    chosen = parser.parse_args(arguments)
+    entity, _, project = chosen.project.partition("/")
+    if not entity or not project or "/" in project:
+        return _complain(f"{chosen.project}: legal: ENTITY/PROJECT", _USAGE)
+    dashboard = build(entity, project, chosen.group)
+    addresses: dict[str, str] = {}
+    if not chosen.dry_run:
+        if find_spec("wandb_workspaces") is None:
+            return _complain("wandb-workspaces is missing: pip install 'rlsp[dashboards]'", _USAGE)
+        try:
+            _save(dashboard, chosen.report, addresses)
+        except RuntimeError as error:
+            made = "".join(f"\nrlsp-dashboard: made before: {address}" for address in addresses.values())
+            return _complain(f"{error}{made}", _FAILED)
+    if chosen.json:
+        print(json.dumps({**dashboard.to_plain(), **addresses}, indent=2, ensure_ascii=False))
+    else:
+        _show(dashboard, addresses)
+    return 0
+
+
+def _save(dashboard: Dashboard, with_report: bool, addresses: dict[str, str]) -> None:
+    """Save what was asked for, and note the address of each."""
+    import wandb
+
+    from rlsp.report import dashboard_wandb
+    from rlsp.report.mirror import end_service
+
+    wandb.setup(wandb.Settings(silent=True, quiet=True))
+    try:
+        addresses["workspace"] = dashboard_wandb.save_workspace(dashboard)
+        if with_report:
+            addresses["report"] = dashboard_wandb.save_report(dashboard)
+    finally:
+        end_service()
+
+
+def _show(dashboard: Dashboard, addresses: dict[str, str]) -> None:
+    print(f"{dashboard.title}  ({dashboard.entity}/{dashboard.project})")
+    for section in dashboard.sections:
+        print(f"\n{section.title}")
+        for panel in section.panels:
+            print(f"  {panel.title}: {_text(panel)}")
+    print()
+    for kind, address in addresses.items():
+        print(f"{kind}: {address}")
+    if not addresses:
+        print("nothing was sent")
+
+
+def _text(panel: Panel) -> str:
+    how = [] if panel.kind is Kind.LINES else [panel.kind.value]
+    how += [f"by {panel.grouped_by}"] if panel.grouped_by else []
+    how += ["log"] if panel.log else []
+    return " ".join(panel.metrics) + (f"  ({', '.join(how)})" if how else "")
+
+
+def _complain(message: str, status: int) -> int:
+    print(f"rlsp-dashboard: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
