@@ -12,7 +12,7 @@ from unittest import mock
 from torch import Tensor
 
 from rlsp import bits
-from rlsp.model import activation, attention, embedding, head, linear, norm
+from rlsp.model import activation, embedding, head, linear, norm
 from rlsp.model.build import PolicyModel
 from rlsp.model.wiring import Boundary, Site
 from rlsp.numerics import logprob
@@ -79,15 +79,12 @@ def _target(site: Site, model: PolicyModel, training: bool) -> tuple[Any, str, C
     layers = model.gpt.decoder.layers
     if site.layer is not None:
         core = layers[site.layer].self_attention.core_attention
-        if site.boundary is Boundary.CORE_ATTENTION and not training:
-            return core, "_cached", _any
         if site.boundary is Boundary.CORE_ATTENTION:
-            return attention._ContextAttention, "on", lambda arguments: core in arguments
+            return core, "_own_queries" if training else "_to_cache", _any
         if site.boundary is Boundary.ACTIVATION:
             return activation._SwiGLU, "on", _turn(site.layer, len(layers))
         if site.boundary in (Boundary.QUERY, Boundary.KEY):
-            turn = 2 * site.layer + (site.boundary is Boundary.KEY)
-            return attention.Rotate, "on", _turn(turn, 2 * len(layers))
+            return core, "_rotated", _turn(int(site.boundary is Boundary.KEY), 2)
     kind, module = _weighted(site, model)
     return kind, "on", lambda arguments: any(x is module.weight for x in arguments)
 
@@ -117,6 +114,6 @@ def _any(_: tuple[Any, ...]) -> bool:
 
 
 def _turn(turn: int, turns: int) -> Chosen:
-    """Choose the calls of one layer among those of a pass, which come in the order of layers."""
+    """Choose every call number `turn` of `turns`: layers come in order, and in each q before k."""
     calls = count()
     return lambda _: next(calls) % turns == turn

@@ -59,13 +59,13 @@ def prepared(folder: Path, config: Any) -> Job:
 @contextmanager
 def faulty_decode() -> Iterator[None]:
     """Flip the last bit of one element of every cached attention of layer 1: the rollout's side is wrong."""
-    exact = CoreAttention._cached
+    exact = CoreAttention._to_cache
 
     def faulty(self: CoreAttention, *arguments: Any) -> Any:
         out = exact(self, *arguments)
         return flipped(out, (-1, 0)) if self.layer_number == 2 else out
 
-    with mock.patch.object(CoreAttention, "_cached", faulty):
+    with mock.patch.object(CoreAttention, "_to_cache", faulty):
         yield
 
 
@@ -126,6 +126,12 @@ def test_a_clean_run_has_nothing_to_diagnose_and_the_same_bits(tmp_path: Path, c
         assert not (folder / "run" / "diagnose").exists()
         records[overrides] = ConsistencyReport.read(folder / "run" / "consistency.json").to_bytes()
     assert len(set(records.values())) == 1
+
+
+def test_native_arithmetic_is_replayed_as_it_ran(tmp_path: Path, compose: Any) -> None:
+    """Its bits depend on what stands in a batch: a replay of the sequence alone would give others."""
+    _, later = judged(tmp_path, compose, "numerics=native", fault=False)
+    assert set(later.recorded.model_dump(exclude={"tokens"}).values()) == {0}
 
 
 # Afterwards -------------------------------------------------------------------
