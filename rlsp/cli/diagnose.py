@@ -8,12 +8,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlsp.cli.output import UNUSABLE, answer, complain
 from rlsp.ending import Abort
 from rlsp.report.diagnose_choice import Choice, RefusedError, choose
 from rlsp.report.diagnose_records import (
@@ -31,10 +33,9 @@ from rlsp.report.diagnose_records import (
 from rlsp.report.files import EvidenceError
 from rlsp.report.verdict import is_run_folder
 
-_CRASHED, _REFUSED = 1, 2
+_CRASHED = 1
 _EXIT_STATUS = {Outcome.EQUAL: 0, Outcome.DIFFERENT: 3}
 _ENTRY = "rlsp.rederive:diagnose_rank"
-_LOG_WIDTH = 160
 _STATES = {
     State.EQUAL: ("equal", "green"),
     State.FIRST: ("FIRST DIFFERENCE", "bold red"),
@@ -51,13 +52,18 @@ _EPILOG = """how:
 exit status:
   0  equal, bit by bit
   1  crashed
-  2  refused: usage, no run, no such sequence, no active token; or the weights made again are not the run's
+  2  refused: usage, no run, no such sequence, no active token; or the weights made again are not the run's;
+     or the answer cannot be printed
   3  different: the first difference is named
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Diagnose the sequence that the command line names; return the exit status."""
+    return answer("rlsp-diagnose", partial(_answer, arguments))
+
+
+def _answer(arguments: Sequence[str] | None, console: Console) -> int:
     chosen = _parser().parse_args(arguments)
     try:
         if not chosen.run.is_dir() or not is_run_folder(chosen.run):
@@ -65,18 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choice = choose(chosen.run.resolve(), chosen.rollout, chosen.sample)
         diagnosis = _replayed(choice, chosen.run.resolve())
     except RefusedError as error:
-        print(f"rlsp-diagnose: refused: {error}", file=sys.stderr)
-        return _REFUSED
-    except KeyboardInterrupt:
-        print("rlsp-diagnose: interrupted", file=sys.stderr)
-        return _CRASHED
+        complain(f"rlsp-diagnose: refused: {error}")
+        return UNUSABLE
     except _CrashError as error:
-        print(f"rlsp-diagnose: crashed: {error}", file=sys.stderr)
+        complain(f"rlsp-diagnose: crashed: {error}")
         return _CRASHED
     if chosen.json:
-        print(diagnosis.to_bytes().decode(), end="")
+        console.file.write(diagnosis.to_bytes().decode())
     else:
-        _show(diagnosis)
+        _show(diagnosis, console)
     return _EXIT_STATUS[diagnosis.outcome]
 
 
@@ -116,26 +119,23 @@ def _replayed(choice: Choice, run_dir: Path) -> Diagnosis:
         abort = compute(replace(choice.job, run_dir=str(scratch)), _ENTRY)
         if abort is not None:
             raise _CrashError(_crash(abort, scratch))
-        answer = Answer.read(answer_path(scratch))
+        said = Answer.read(answer_path(scratch))
     except (EvidenceError, OSError) as error:
         raise _CrashError(f"{error}; logs: {scratch}/logs") from error
     except KeyboardInterrupt:
         shutil.rmtree(scratch)
         raise
     shutil.rmtree(scratch)
-    if answer.diagnosis is None:
-        raise RefusedError(str(answer.refusal))
-    return answer.diagnosis
+    if said.diagnosis is None:
+        raise RefusedError(str(said.refusal))
+    return said.diagnosis
 
 
 def _crash(abort: Abort, scratch: Path) -> str:
     return "\n  ".join([abort.reason, *abort.lines, f"logs: {scratch}/logs"])
 
 
-def _show(diagnosis: Diagnosis) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_LOG_WIDTH)
+def _show(diagnosis: Diagnosis, console: Console) -> None:
     _print(console, _place(diagnosis), f"weights {diagnosis.weights_digest[:16]}, {_proof(diagnosis)}")
     _print(console, *(f"note: {note}" for note in diagnosis.notes), style="yellow")
     table = Table(box=None, pad_edge=False)
