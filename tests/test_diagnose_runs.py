@@ -314,6 +314,9 @@ def test_damaged_files_are_refused_or_noted(
     status, _, err = diagnosed(capsys, changed, "--rollout", 0, "--sample", 2)
     assert status == 2
     assert ".hydra/job.json is no job of this version" in err
+    for content in (b"[" * 100_000, b"\xff", b"[]", b""):
+        (changed / ".hydra" / "job.json").write_bytes(content)
+        assert diagnosed(capsys, changed, "--rollout", 0, "--sample", 2)[0] == 2
     (changed / "rollouts" / "00000.safetensors").unlink()
     assert diagnosed(capsys, changed, "--rollout", 0, "--sample", 2)[0] == 2
 

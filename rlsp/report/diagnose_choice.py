@@ -72,7 +72,7 @@ def _job(run_dir: Path) -> Job:
         raise RefusedError(f"{JOB_NAME} cannot be read: {error.strerror or error}") from error
     except ConfigError as error:
         raise RefusedError(f"{JOB_NAME} is no job of this version: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RefusedError(f"{JOB_NAME} is damaged: {error}") from error
     if found := violations(job.config):
         raise RefusedError(f"{JOB_NAME}: " + "; ".join(map(str, found)))
