@@ -99,6 +99,35 @@ def _supervise(
         return launcher_failed(error), error
 
 
+def compute(job: Job, entry: str) -> Abort | None:
+    """Start the ranks of a job that is no run, wait for them, and say why they did not end well.
+
+    Nothing is judged, mirrored or shown: what the ranks leave in the job's folder is the caller's.
+
+    Args:
+        job: Names config and folder, which may hold what the ranks are to read.
+        entry: The function that each rank runs, as module:function.
+
+    Raises:
+        KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP came; no rank is left.
+    """
+    environment = rank_environment(job.config.numerics.threads)
+    with (
+        waking(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as wake,
+        meeting_place() as meeting,
+        Ranks(job, _prepare(job), environment, entry, meeting) as ranks,
+    ):
+        running = True
+        while running:
+            running = ranks.listen(wake, _TICK_S)
+            if wake.received is not None:
+                ranks.stop()
+        abort = ranks.end(wake.received.name if wake.received else None, None)
+    if wake.received is not None:
+        raise KeyboardInterrupt(wake.received.name)
+    return abort
+
+
 class Ranks:
     """The host process and what it says; leaving the context ends it and every rank."""
 

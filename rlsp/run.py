@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -12,10 +12,12 @@ from torch import Tensor
 from rlsp import collectives, determinism
 from rlsp.board import Place
 from rlsp.config import Config, CorrectionKind, DeviceKind, Job
+from rlsp.diagnostics import Diagnostics
 from rlsp.evidence import Evidence, Stopwatch, startup_facts
 from rlsp.groups import Ledger, Mesh, build_mesh
 from rlsp.model.assemble import Models, assemble
 from rlsp.model.compat import native_layers
+from rlsp.replay import Record
 from rlsp.report import manifest
 from rlsp.rl.advantage import group_advantages
 from rlsp.rl.batch import RolloutBatch
@@ -23,7 +25,7 @@ from rlsp.rl.correction import Correction, importance_weights
 from rlsp.rl.optimizer import AdamW, Hyperparameters
 from rlsp.rl.rollout.dispatch import Rollouts
 from rlsp.rl.rollout.native import NativeEngine, Sampling, Sequence
-from rlsp.rl.task import CharacterTokenizer, Task, build_task
+from rlsp.rl.task import CharacterTokenizer, Task, Tokenizer, build_task
 from rlsp.rl.update import Objective, Step, Trainer
 
 
@@ -31,50 +33,39 @@ def run_rank(job: Job, place: Place) -> None:
     """Live one rank's life: join, certify, build, then roll out and train `num_rollouts` times."""
     config = job.config
     with determinism.apply(config.numerics.threads, config.device.kind.value):
-        _join(config, place)
+        join(config, place)
         live(job, place)
 
 
 def live(job: Job, place: Place) -> None:
     """Run the algorithm in a process group that is already joined."""
-    strict = job.config.numerics.routes.strict
-    with nullcontext() if strict else native_layers(_device(job.config, place)):
+    with layers_of(job.config, place):
         _live(job, place)
 
 
 def _live(job: Job, place: Place) -> None:
     config, board = job.config, place.board
-    mesh = build_mesh(
-        config.layout, config.rollout_layout, place.rank, config.launch.timeout_s, Ledger(board)
-    )
-    device = _device(config, place)
+    mesh = mesh_of(config, place)
     board.phase("certifying kernels and building the model")
-    models = assemble(config, mesh, device)
+    models = assemble(config, mesh, device_of(config, place))
     tokenizer = CharacterTokenizer()
-    task = build_task(
-        config.task.kind.value,
-        tokenizer=tokenizer,
-        seed=config.seed,
-        max_operand=config.task.max_operand,
-        reward=config.task.reward,
-        response_limit=config.task.response_limit,
-    )
-    facts = startup_facts(config, models, mesh, task, tokenizer)
-    if place.rank == 0:
-        manifest.add_startup(job.run_dir, facts)
-    trainer = _trainer(config, models, mesh)
-    rollouts = _rollouts(config, models, mesh, tokenizer)
+    task = task_of(config, tokenizer)
+    _announce(job, models, mesh, task, tokenizer)
+    trainer = trainer_of(config, models, mesh)
+    rollouts = rollouts_of(config, models, mesh, tokenizer)
     evidence = Evidence(job, mesh, models)
-    version = 0
+    diagnostics = Diagnostics(job, trainer, rollouts.engine, mesh)
     for index in range(config.num_rollouts):
+        version = index * config.updates_per_rollout
         watch = Stopwatch()
         board.phase(f"rollout {index}: handing over weights, version {version}")
         digests = rollouts.synchronise(version)
         watch.lap("time/sync_s")
 
         board.phase(f"rollout {index}: generating")
-        sequences = _sequences(config, task, index)
-        batch = rollouts.generate(sequences, _sampling(config, index, tokenizer.eos_id), version)
+        sequences = sequences_of(config, task, index)
+        sampling = sampling_of(config, index, tokenizer.eos_id)
+        batch = rollouts.generate(sequences, sampling, version)
         watch.lap("time/rollout_s")
 
         board.phase(f"rollout {index}: scoring")
@@ -84,25 +75,50 @@ def _live(job: Job, place: Place) -> None:
         watch.lap("time/reward_s")
 
         board.phase(f"rollout {index}: old policy")
-        old_logp, weighted, correction = _old_policy(config, trainer, batch, advantages)
+        old_logp, weighted, correction = old_policy(config, trainer, batch, advantages)
         watch.lap("time/old_logprob_s")
 
-        steps: list[Step] = []
+        diagnostics.remember()
         versions = (rollouts.weight_version, version)
+        steps: list[Step] = []
         for update in range(config.updates_per_rollout):
             board.phase(f"rollout {index}: update {update}, forward and backward")
             steps.append(trainer.update(batch, weighted, old_logp))
-            version += 1
-            for group in mesh.groups:
-                collectives.check_agreement(group)
+            _check_agreement(mesh)
         watch.lap("time/train_s")
 
         board.phase(f"rollout {index}: writing evidence")
         evidence.record(index, batch, rewards, advantages, steps, digests, versions, watch, correction)
+        diagnostics.look(Record(index, sequences, sampling, batch, steps[0].forward, digests[0], versions[1]))
     board.phase("done")
 
 
-def _device(config: Config, place: Place) -> torch.device:
+def _announce(job: Job, models: Models, mesh: Mesh, task: Task, tokenizer: Tokenizer) -> None:
+    """Compare all ranks before any data is exchanged, and add to the manifest what they agree on."""
+    facts = startup_facts(job.config, models, mesh, task, tokenizer)
+    if mesh.world.index == 0:
+        manifest.add_startup(job.run_dir, facts)
+
+
+def _check_agreement(mesh: Mesh) -> None:
+    """Let every group compare what its ranks called."""
+    for group in mesh.groups:
+        collectives.check_agreement(group)
+
+
+def mesh_of(config: Config, place: Place) -> Mesh:
+    """Open this rank's groups."""
+    return build_mesh(
+        config.layout, config.rollout_layout, place.rank, config.launch.timeout_s, Ledger(place.board)
+    )
+
+
+def layers_of(config: Config, place: Place) -> AbstractContextManager[None]:
+    """Prepare Megatron-Core for its own layers, where a route is native."""
+    return nullcontext() if config.numerics.routes.strict else native_layers(device_of(config, place))
+
+
+def device_of(config: Config, place: Place) -> torch.device:
     """Take this rank's device: on CUDA the GPU of its number on this machine."""
     if config.device.kind is DeviceKind.cpu:
         return torch.device("cpu")
@@ -110,7 +126,7 @@ def _device(config: Config, place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank)
 
 
-def _join(config: Config, place: Place) -> None:
+def join(config: Config, place: Place) -> None:
     """Join the process group; a run of one rank has none."""
     if place.world_size > 1:
         dist.init_process_group(
@@ -122,7 +138,19 @@ def _join(config: Config, place: Place) -> None:
         )
 
 
-def _sequences(config: Config, task: Task, rollout: int) -> list[Sequence]:
+def task_of(config: Config, tokenizer: Tokenizer) -> Task:
+    """Build the task that a config asks for."""
+    return build_task(
+        config.task.kind.value,
+        tokenizer=tokenizer,
+        seed=config.seed,
+        max_operand=config.task.max_operand,
+        reward=config.task.reward,
+        response_limit=config.task.response_limit,
+    )
+
+
+def sequences_of(config: Config, task: Task, rollout: int) -> list[Sequence]:
     """Return the rollout's sequences: every prompt's samples side by side; no prompt comes twice in a run."""
     first = rollout * config.prompts_per_rollout
     prompts = [task.prompt(first + prompt) for prompt in range(config.prompts_per_rollout)]
@@ -133,7 +161,7 @@ def _sequences(config: Config, task: Task, rollout: int) -> list[Sequence]:
     ]
 
 
-def _sampling(config: Config, rollout: int, eos_id: int) -> Sampling:
+def sampling_of(config: Config, rollout: int, eos_id: int) -> Sampling:
     """Say how this rollout draws."""
     eos = None if config.rollout.ignore_eos else eos_id
     return Sampling(config.seed, rollout, config.temperature, config.max_response_tokens, eos)
@@ -157,7 +185,7 @@ def _rewards(config: Config, task: Task, rollout: int, responses: list[list[int]
     return collectives.broadcast(scores, mesh.world, source=0).tolist()
 
 
-def _old_policy(
+def old_policy(
     config: Config, trainer: Trainer, batch: RolloutBatch, advantages: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
     """Return the old policy's log-probabilities, advantages weighed by importance ratios, and metrics.
@@ -180,7 +208,7 @@ def _old_policy(
     return old_logp, advantages.unsqueeze(1) * found.weight, metrics
 
 
-def _trainer(config: Config, models: Models, mesh: Mesh) -> Trainer:
+def trainer_of(config: Config, models: Models, mesh: Mesh) -> Trainer:
     """Wire the policy to its optimizer and objective."""
     optimizer = config.optimizer
     hyper = Hyperparameters(optimizer.beta1, optimizer.beta2, optimizer.epsilon, optimizer.weight_decay)
@@ -198,12 +226,12 @@ def _trainer(config: Config, models: Models, mesh: Mesh) -> Trainer:
     )
 
 
-def _rollouts(config: Config, models: Models, mesh: Mesh, tokenizer: CharacterTokenizer) -> Rollouts:
+def rollouts_of(config: Config, models: Models, mesh: Mesh, tokenizer: CharacterTokenizer) -> Rollouts:
     """Put the engine, where this rank has one, to work for its group."""
-    engine = None if models.engine is None else NativeEngine(models.engine, *_cache_shape(config))
+    engine = None if models.engine is None else NativeEngine(models.engine, *cache_shape(config))
     return Rollouts(models.trainer, engine, config.rollout_layout, mesh, tokenizer.pad_id)
 
 
-def _cache_shape(config: Config) -> tuple[int, int, int]:
+def cache_shape(config: Config) -> tuple[int, int, int]:
     """Return the engine's key-value heads on one rank, the head size and the layers."""
     return config.model.num_query_groups // config.rollout.tp, config.model.head_dim, config.model.num_layers

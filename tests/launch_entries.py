@@ -20,6 +20,10 @@ def finish(job: Job, place: Place) -> None:
     place.board.phase("working")
 
 
+def raise_at_once(job: Job, place: Place) -> None:
+    raise ValueError("at once")
+
+
 def chatter(job: Job, place: Place) -> None:
     """Print what looks like the host's own events, through every channel that a library has."""
     forged = json.dumps(

@@ -71,6 +71,7 @@ def plain_config(**changes: Any) -> dict[str, Any]:
         "grad_clip": 1.0,
         "reuse_rollout_logprob": True,
         "resume": None,
+        "diagnose": False,
         "correction": {"kind": "none", "upper": 2.0, "lower": 0.5},
         "model": {
             "name": "qwen3_nano",

@@ -304,7 +304,7 @@ def refusals(rank: int, world: int) -> list[str]:
     trained = policy(mesh)
     one = rollouts(trained, mesh, place)
     drawn: list[object] = []
-    one._engine.generate = lambda *_: drawn.append(1)  # nothing may be drawn
+    one.engine.generate = lambda *_: drawn.append(1)  # nothing may be drawn
     said = []
 
     def forgotten(source: object, target: object, tp: int) -> None:

@@ -260,6 +260,7 @@ class Config:
     grad_clip: NotNegative
     reuse_rollout_logprob: bool
     resume: Resume | None
+    diagnose: bool
     model: ModelConfig
     parallel: ParallelConfig
     rollout: RolloutConfig

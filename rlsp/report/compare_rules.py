@@ -18,6 +18,7 @@ FREE_KEYS = frozenset(
         "device",
         "tracker",
         "launch",
+        "diagnose",
     }
 )
 """Keys of a config (a section stands for all of its keys) that must not change a bit of the results."""

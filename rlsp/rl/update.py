@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -142,6 +143,27 @@ class Trainer:
             optimizer=shard_entries(self.optimizer.named_state(), self._mesh.tp),
             weights=weight_entries(self.model),
         )
+
+    def rescore(
+        self, batch: RolloutBatch, sample: int, look: Callable[[int, int, Tensor], None]
+    ) -> TokenScores | None:
+        """Run the forward pass of the micro-batch that holds row `sample` of the batch once more.
+
+        Args:
+            batch: The rollout.
+            sample: A row of it.
+            look: Told, before the pass, the row's place in the micro-batch, the micro-batch's sequences, and
+                this rank's positions, int64 [s].
+
+        Returns:
+            Scores [s·b], sequence-major; None on a replica that holds other sequences.
+        """
+        for shard in self._micro_batches(batch):
+            rows = shard.rows.tolist()
+            if sample in rows:
+                look(rows.index(sample), len(rows), shard.positions)
+                return self._score(self.model, shard)
+        return None
 
     def _native_gradients(self, active_tokens: int) -> dict[str, Tensor]:
         """Return the gradients of native routes' weights, summed over ranks by the backend, by name."""

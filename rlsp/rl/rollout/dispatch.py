@@ -29,7 +29,7 @@ class Rollouts:
         pad_id: int,
     ) -> None:
         """Take this rank's engine (None where it idles) and where all engines stand."""
-        self._trainer, self._engine = trainer, engine
+        self._trainer, self.engine = trainer, engine
         self._layout, self._mesh, self._pad = layout, mesh, pad_id
         self.weight_version = -1
 
@@ -39,7 +39,7 @@ class Rollouts:
         Raises:
             StaleWeightsError: On every rank, where any engine's digest is not the trainer's.
         """
-        model = None if self._engine is None else self._engine.model
+        model = None if self.engine is None else self.engine.model
         hand_over(self._trainer, model, self._layout.tp)
         own = weights_digest(self._trainer)
         held = own if model is None else weights_digest(model)
@@ -73,8 +73,8 @@ class Rollouts:
         place = self._layout.coords(self._mesh.world.rank)
         mine = () if place is None else shares[place.engine]
         drawn: list[Response] = []
-        if self._engine is not None:
-            drawn = self._engine.generate([sequences[i] for i in mine], sampling)
+        if self.engine is not None:
+            drawn = self.engine.generate([sequences[i] for i in mine], sampling)
         width = max(len(s.tokens) for s in sequences) + sampling.max_tokens
         local = collate([sequences[i] for i in mine], drawn, width, self._pad)
         batch = self._everyone(local, shares, len(sequences))
