@@ -40,12 +40,18 @@ def test_a_panel_over_a_metric_that_no_run_logs_is_named():
 
 def test_every_registered_metric_but_plain_counts_is_shown():
     shown = {metric for panel in panels(build("e", "p").sections) for metric in panel.metrics}
-    assert METRICS.keys() - shown == {"rollout/sequences"}
+    assert METRICS.keys() - shown == {"rollout/sequences", "mismatch/sequences"}
 
 
 def test_consistency_comes_first_and_titles_are_not_repeated():
     sections = build("e", "p").sections
-    assert [section.title for section in sections] == ["1 Consistency", "2 Learning", "3 Time", "4 Layouts"]
+    assert [section.title for section in sections] == [
+        "1 Consistency",
+        "2 Mismatch, under other frameworks' names",
+        "3 Learning",
+        "4 Time",
+        "5 Layouts",
+    ]
     titles = [panel.title for panel in panels(sections)]
     assert len(titles) == len(set(titles))
 

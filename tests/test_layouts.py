@@ -214,6 +214,7 @@ def drifting_replica(rank: int, world: int, config: Config, folder: str) -> str:
     models = Models(of.model, None, None, of.model.wiring.contract, Certificate(frozenset(), (), 0, "0" * 64))
     evidence = Evidence(job, mesh, models)
     data = batch()
+    evidence.bind(data, ADVANTAGES)
     steps = [of.update(data, ADVANTAGES)]
     digest = weights_digest(of.model)
     with pytest.raises(DisagreementError) as caught:

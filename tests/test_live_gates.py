@@ -18,6 +18,7 @@ from rlsp.evidence import DisagreementError
 from rlsp.model.wiring import Operator, Wiring
 from rlsp.report import manifest, verdict
 from rlsp.report.verdict import Judgement
+from rlsp.rl.optimizer import AdamW
 from rlsp.rl.update import NonFiniteWeightsError, Trainer
 
 STARTED = "2026-01-01T00:00:00+00:00"
@@ -111,5 +112,15 @@ def test_a_rollout_of_empty_responses_alone_is_inconclusive(tmp_path: Path, comp
 
 
 def test_a_step_that_leaves_weights_without_a_value_stops_every_rank(tmp_path: Path, compose: Any) -> None:
-    with pytest.raises(NonFiniteWeightsError, match=r"not finite in: .*output_layer\.weight"):
-        judged(tmp_path / "run", compose, "learning_rate=1e39")
+    step = AdamW.step
+
+    def overflows_on_one_rank(rank: int) -> Any:
+        def stepped(self: AdamW, *arguments: Any) -> None:
+            step(self, *arguments)
+            if rank:
+                self.masters["output_layer.weight"].view(-1)[7] = float("inf")
+
+        return mock.patch.object(AdamW, "step", stepped)
+
+    with pytest.raises(NonFiniteWeightsError, match=r"not finite in: output_layer\.weight"):
+        judged(tmp_path / "run", compose, plant=overflows_on_one_rank)

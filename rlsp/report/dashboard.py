@@ -88,8 +88,8 @@ class Dashboard:
 
 
 def build(entity: str, project: str, group: str | None = None) -> Dashboard:
-    """Build the dashboard of a project: consistency, learning, time, layouts."""
-    return Dashboard(entity, project, group, (_CONSISTENCY, _LEARNING, _TIME, _LAYOUTS))
+    """Build the dashboard of a project: consistency, mismatch, learning, time, layouts."""
+    return Dashboard(entity, project, group, (_CONSISTENCY, _MISMATCH, _LEARNING, _TIME, _LAYOUTS))
 
 
 def unknown_metrics(sections: Sequence[Section]) -> tuple[str, ...]:
@@ -147,8 +147,48 @@ _CONSISTENCY = Section(
         Panel("Weight versions", ("rollout/weight_version", "train/weight_version")),
     ),
 )
+_MISMATCH = Section(
+    "2 Mismatch, under other frameworks' names",
+    "For native routes: how far the two sides are apart, over tokens and over whole sequences. In strict "
+    "runs every ratio is one and every distance zero.",
+    (
+        Panel(
+            "Ratio of probabilities, train / rollout",
+            ("mismatch/ratio_mean", "mismatch/ratio_min", "mismatch/ratio_max"),
+        ),
+        Panel("Its spread", ("mismatch/ratio_std", "mismatch/ratio_mean_abs", "mismatch/chi2")),
+        Panel("Tokens out of [1/2, 2]", ("mismatch/ratio_below_half", "mismatch/ratio_above_two")),
+        Panel("Mean exp |Δ log-prob|", ("mismatch/multiplicative_error",)),
+        Panel("Reverse KL k3; Jensen–Shannon", ("mismatch/kl_k3_reverse", "mismatch/js_divergence")),
+        Panel(
+            "|Δ probability|",
+            (
+                "mismatch/probability_mean_abs",
+                "mismatch/probability_std_abs",
+                "mismatch/probability_max_abs",
+            ),
+        ),
+        Panel("Correlation of probabilities", ("mismatch/probability_correlation",)),
+        Panel(
+            "Sequences: ratio and sample size",
+            ("mismatch/sequence_ratio_min", "mismatch/sequence_ratio_max", "mismatch/sequence_ess"),
+        ),
+        Panel(
+            "Sequences: KL and χ²",
+            ("mismatch/sequence_kl_k1", "mismatch/sequence_kl_k3", "mismatch/sequence_chi2"),
+        ),
+        Panel(
+            "Sequences: distance",
+            ("mismatch/sequence_mean_abs", "mismatch/sequence_multiplicative_error_max"),
+        ),
+        Panel(
+            "Sequences: perplexity, train / rollout",
+            ("mismatch/sequence_ppl_ratio", "mismatch/sequence_log_ppl_abs"),
+        ),
+    ),
+)
 _LEARNING = Section(
-    "2 Learning",
+    "3 Learning",
     "Reward, entropy and KL to the initial policy; a group whose samples all got one reward teaches "
     "nothing, and responses whose mean length is the longest were all cut off.",
     (
@@ -176,7 +216,7 @@ _LEARNING = Section(
     ),
 )
 _TIME = Section(
-    "3 Time",
+    "4 Time",
     "Where a rollout's seconds go, and the tokens that come out of them.",
     (
         Panel(
@@ -198,7 +238,7 @@ _TIME = Section(
     ),
 )
 _LAYOUTS = Section(
-    "4 Layouts",
+    "5 Layouts",
     "The same metrics with one line a layout: lines of one seed lie on each other, or a layout is wrong.",
     tuple(
         panel
