@@ -129,6 +129,7 @@ class Evidence:
         digests: tuple[str, str],
         versions: tuple[int, int],
         watch: Stopwatch,
+        old_logp: Tensor,
         correction: Mapping[str, float],
     ) -> None:
         """Write rollout `index`; every rank calls it.
@@ -142,6 +143,7 @@ class Evidence:
             digests: The trainer's and the engines' weights at dispatch.
             versions: Weight version of the engines, and of training at its first forward pass.
             watch: The rollout's clock so far.
+            old_logp: float32 [N, S], the old policy's log-probabilities that the updates used.
             correction: Metrics of the importance weights, by name; empty where there are none.
 
         Raises:
@@ -181,6 +183,7 @@ class Evidence:
             tensors = _tensors(batch, rewards, advantages, steps[0])
             metrics = {
                 **self._metrics(batch, rewards, advantages, steps, versions, watch),
+                "train/old_logprob_mismatched": _mismatched(old_logp, first.logp, batch.active_mask),
                 **correction,
             }
             self._recorder.rollout(index, tensors, facts, metrics, digests=self._digests(index, steps))
@@ -271,6 +274,11 @@ def _fingerprint(batch: RolloutBatch, advantages: Tensor) -> list[int]:
     held = (batch.tokens, batch.active_mask, batch.lengths, batch.logp, batch.row_digest, advantages)
     words: list[int] = torch.cat([bits.shard_hashes(x.unsqueeze(0)) for x in held]).flatten().tolist()
     return words
+
+
+def _mismatched(a: Tensor, b: Tensor, mask: Tensor) -> int:
+    """Count the tokens of `mask` on which two float32 tensors differ in any bit."""
+    return int(((a.cpu().view(torch.int32) != b.view(torch.int32)) & mask).sum())
 
 
 def _sources(routes: Mapping[str, Mapping[str, int]]) -> dict[str, str]:

@@ -56,7 +56,7 @@ def _live(job: Job, place: Place) -> None:
     evidence = Evidence(job, mesh, models)
     diagnostics = Diagnostics(job, trainer, rollouts.engine, mesh)
     for index in range(config.num_rollouts):
-        version = index * config.updates_per_rollout
+        version = trainer.optimizer.steps
         watch = Stopwatch()
         board.phase(f"rollout {index}: handing over weights, version {version}")
         digests = rollouts.synchronise(version)
@@ -88,7 +88,9 @@ def _live(job: Job, place: Place) -> None:
         watch.lap("time/train_s")
 
         board.phase(f"rollout {index}: writing evidence")
-        evidence.record(index, batch, rewards, advantages, steps, digests, versions, watch, correction)
+        evidence.record(
+            index, batch, rewards, advantages, steps, digests, versions, watch, old_logp, correction
+        )
         diagnostics.look(Record(index, sequences, sampling, batch, steps[0].forward, digests[0], versions[1]))
     board.phase("done")
 
@@ -182,7 +184,8 @@ def _rewards(config: Config, task: Task, rollout: int, responses: list[list[int]
             ],
             dtype=torch.float32,
         )
-    return collectives.broadcast(scores, mesh.world, source=0).tolist()
+    carried = scores.to(mesh.world.device_type or "cpu")
+    return collectives.broadcast(carried, mesh.world, source=0).tolist()
 
 
 def old_policy(

@@ -310,12 +310,19 @@ def make_metrics(
     return {
         **row_metrics(tensors, SAMPLES),
         "train/loss": digests["updates"][-1]["loss"],
+        "train/old_logprob_mismatched": _mismatched(tensors),
         "train/gradient_norm": facts["gradient_norm"],
         "train/learning_rate": facts["learning_rate"],
         "train/weight_version": facts["weight_version_train"] + facts["updates"],
         "rollout/weight_version": facts["weight_version_rollout"],
         "rollout/active_tokens": int(tensors["active_mask"].sum()),
     }
+
+
+def _mismatched(tensors: Mapping[str, np.ndarray]) -> int:
+    sides = (tensors[name].view(np.int32) for name in ("rollout_logprob", "train_logprob"))
+    differ = np.not_equal(*sides)
+    return int((differ & tensors["active_mask"].astype(bool)).sum())
 
 
 def write_run(

@@ -218,7 +218,9 @@ def drifting_replica(rank: int, world: int, config: Config, folder: str) -> str:
     steps = [of.update(data, ADVANTAGES)]
     digest = weights_digest(of.model)
     with pytest.raises(DisagreementError) as caught:
-        evidence.record(0, data, [0.0] * 7, ADVANTAGES, steps, (digest, digest), (0, 0), Stopwatch(), {})
+        evidence.record(
+            0, data, [0.0] * 7, ADVANTAGES, steps, (digest, digest), (0, 0), Stopwatch(), data.logp, {}
+        )
     return str(caught.value)
 
 

@@ -22,10 +22,12 @@ from rlsp import bits
 from rlsp.config import Dtype, ModelConfig
 from rlsp.groups import Mesh
 from rlsp.layout import Layout
+from rlsp.model import build
 from rlsp.model.attention import Channel
 from rlsp.model.build import PolicyModel, build_model, initialize
 from rlsp.model.compat import native_layers
 from rlsp.model.gradients import NativeParameter
+from rlsp.model.linear import RowParallelLinear
 from rlsp.model.wiring import Operator, Wiring
 from rlsp.rl.update import Trainer
 
@@ -129,6 +131,14 @@ def test_every_combination_of_routes_has_the_gradients_of_the_strict_ones_up_to_
 
 
 # Routes are declared, executed and counted.
+
+
+def test_a_strict_module_in_a_native_operator_is_refused_as_the_model_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(build, "NativeRowParallelLinear", RowParallelLinear)
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.linear_fc2 is strict, declared is native"):
+        model_of(mesh_of(Layout(1, 1, 1, 1)), {"train.ffn": "native"}, TINY, sp=False)
 
 
 def test_a_native_layer_where_strict_was_declared_fails_the_routes_gate(tmp_path: Path, compose: Any) -> None:

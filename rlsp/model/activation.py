@@ -8,12 +8,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlsp.model.gradients import Differentiable
-from rlsp.model.wiring import Operator, Site, Wiring
+from rlsp.model.wiring import STRICT, Operator, Site, Wiring
 from rlsp.numerics.elementwise import swiglu, swiglu_back
 
 
 class SwiGLU(nn.Module):
     """Gate each virtual shard: FC1 leaves [gate, up] a shard, so that a shard never depends on TP."""
+
+    route = STRICT
 
     def __init__(self, *, config: Any, **_: Any) -> None:
         """Take Megatron-Core's constructor arguments."""
@@ -23,7 +25,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [s, b, V_local·F] for x [s, b, V_local·2·F]."""
-        self.wiring.count(Operator.FFN)
+        self.wiring.count(Operator.FFN, self.route)
         shards = self.wiring.contract.virtual_tp // self.wiring.tp.size
         gated: Tensor = _SwiGLU.on(x.view(*x.shape[:2], shards, 2, -1)).flatten(2)
         self.wiring.capture(self.site, gated)

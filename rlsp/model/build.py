@@ -39,6 +39,7 @@ from rlsp.model.native import (
 from rlsp.model.native_attention import NativeCoreAttention
 from rlsp.model.native_head import native_scores
 from rlsp.model.norm import HeadRMSNorm, RMSNorm
+from rlsp.model.routes import require_routes
 from rlsp.model.wiring import Boundary, Operator, Site, Wiring
 from rlsp.summation import Guard, TokenSum
 
@@ -152,6 +153,7 @@ def build_model(shape: ModelConfig, wiring: Wiring, device: torch.device) -> Pol
     for layer in gpt.decoder.layers:
         agree_on_sequence_parallelism(layer.self_attention.linear_qkv, layer.self_attention.linear_proj)
     name_sites(gpt)
+    require_routes(gpt, wiring)
     return PolicyModel(gpt.to(device), wiring, shape.vocab_size)
 
 

@@ -9,12 +9,14 @@ from torch import Tensor, nn
 
 from rlsp import collectives
 from rlsp.model.gradients import Differentiable, Weight, exact_parameter
-from rlsp.model.wiring import Boundary, Site, Wiring
+from rlsp.model.wiring import STRICT, Boundary, Site, Wiring
 from rlsp.summation import Rule, Span
 
 
 class VocabParallelEmbedding(nn.Module):
     """Hold virtual shards [V_local, rows, H] of the padded vocabulary."""
+
+    route = STRICT
 
     def __init__(self, config: Any, padded_vocab: int, hidden_size: int) -> None:
         """Allocate the rows uninitialised."""

@@ -9,13 +9,15 @@ from torch import Tensor, nn
 
 from rlsp import collectives
 from rlsp.model.gradients import Differentiable, ExactParameter, Weight, exact_parameter
-from rlsp.model.wiring import Site, Wiring
+from rlsp.model.wiring import STRICT, Site, Wiring
 from rlsp.numerics.tree import tree_sum
 from rlsp.summation import Rule, Span
 
 
 class ShardedLinear(nn.Module):
     """Hold a weight as virtual shards [V_local, N, K]; refuse what the contract cannot keep."""
+
+    route = STRICT
 
     def __init__(
         self, shape: tuple[int, int, int], config: Any, bias: bool, is_expert: bool, tp_group: Any

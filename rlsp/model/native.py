@@ -31,6 +31,8 @@ from rlsp.summation import Span
 class NativeColumnParallelLinear(ColumnParallelLinear):
     """Shard the output: one product of the rank's whole shard, as Megatron-Core's layer of this name."""
 
+    route = NATIVE
+
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> NativeParameter:
         return native_parameter(shape, dtype, Span.TOKENS)
 
@@ -45,6 +47,8 @@ class NativeColumnParallelLinear(ColumnParallelLinear):
 class NativeRowParallelLinear(RowParallelLinear):
     """Shard the input: one product, rounded, then the backend's reduce-scatter (SP) or all-reduce."""
 
+    route = NATIVE
+
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> NativeParameter:
         return native_parameter(shape, dtype, Span.TOKENS)
 
@@ -58,6 +62,8 @@ class NativeRowParallelLinear(RowParallelLinear):
 
 class NativeRMSNorm(nn.Module):
     """Normalise by torch's own kernel, as Megatron-Core does where Transformer Engine is absent."""
+
+    route = NATIVE
 
     def __init__(self, *, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         """Take Megatron-Core's constructor arguments."""
@@ -87,9 +93,11 @@ class NativeHeadRMSNorm(NativeRMSNorm):
 class NativeSwiGLU(SwiGLU):
     """Gate by torch's own silu, in the model's dtype."""
 
+    route = NATIVE
+
     def forward(self, x: Tensor) -> Tensor:
         """Return [s, b, V_local·F] for x [s, b, V_local·2·F]."""
-        self.wiring.count(Operator.FFN, NATIVE)
+        self.wiring.count(Operator.FFN, self.route)
         shards = self.wiring.contract.virtual_tp // self.wiring.tp.size
         gate, up = x.view(*x.shape[:2], shards, 2, -1).unbind(dim=3)
         gated = (torch.nn.functional.silu(gate) * up).flatten(2)  # noqa: TID251 - the control
@@ -100,9 +108,13 @@ class NativeSwiGLU(SwiGLU):
 class NativeOutputLayer(OutputLayer, NativeColumnParallelLinear):
     """Project hidden states to the own vocabulary by one product."""
 
+    route = NATIVE
+
 
 class NativeVocabParallelEmbedding(VocabParallelEmbedding):
     """Look up by torch's own kernel, and sum over TP by the backend."""
+
+    route = NATIVE
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> NativeParameter:
         return native_parameter(shape, dtype, Span.TOKENS)

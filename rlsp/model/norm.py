@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlsp.model.gradients import Differentiable, exact_parameter
-from rlsp.model.wiring import Site, Wiring
+from rlsp.model.wiring import STRICT, Site, Wiring
 from rlsp.numerics.elementwise import rms_norm, rms_norm_back
 from rlsp.summation import Rule, Span
 
@@ -18,6 +18,8 @@ class RMSNorm(nn.Module):
 
     Under SP the ranks of TP hold different tokens, and their leaves add up.
     """
+
+    route = STRICT
 
     def __init__(self, *, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         """Take Megatron-Core's constructor arguments."""

@@ -25,6 +25,7 @@ from rlsp.standardise import standardised
 # Exponentials differ between mathematics libraries in their last bits, and NumPy's sums between processors;
 # everything else is exact.
 _THROUGH_EXP = frozenset({"kl_k3", "ppl_ratio", "ess", "sums"})
+_OLD_POLICY = "train/old_logprob_mismatched"
 _SUMMED = frozenset({"reward/mean", "reward/std"})
 _RELATIVE = 1e-9
 # k3 is a difference of nearly equal numbers, so near zero only its size counts.
@@ -141,6 +142,7 @@ def of_row(
     record: RolloutRecord,
     loss: float | None,
     from_tensors: Mapping[str, float],
+    planned: Planned | None,
 ) -> Iterator[str]:
     """Yield what a row of metrics.jsonl states otherwise than the files of its rollout.
 
@@ -149,9 +151,11 @@ def of_row(
         record: The rollout's entry in consistency.json.
         loss: The last update's, from the rollout's digest file; None if it could not be read.
         from_tensors: What `row_metrics` gives for the rollout's tensors.
+        planned: What the config promised; None if the manifest does not say.
     """
     measured = consistency_metrics(record)
-    for name in measured.keys() - row.keys():
+    recomputed = planned is not None and not planned.reuse_rollout_logprob
+    for name in (measured.keys() | ({_OLD_POLICY} if recomputed else set())) - row.keys():
         yield f"{name} is missing"
     known: dict[str, float] = {
         **from_tensors,
@@ -162,6 +166,9 @@ def of_row(
         "train/gradient_norm": record.gradient_norm,
         "train/learning_rate": record.learning_rate,
     }
+    if planned is not None:
+        # Training's own, computed again, has training's bits; the rollout's has the rollout's.
+        known[_OLD_POLICY] = 0 if recomputed else record.mismatched_tokens
     if loss is not None:
         known["train/loss"] = loss
     for name, value in known.items():

@@ -207,6 +207,7 @@ _LEARNING = Section(
             "Importance weights, train / rollout",
             ("train/is_weight_mean", "train/is_weight_max", "train/is_cut_fraction"),
         ),
+        Panel("Old policy's log-probs that are not training's", ("train/old_logprob_mismatched",)),
         Panel("Learning rate", ("train/learning_rate",)),
         Panel("Gradient lost below the unit", ("train/vanished_fraction",)),
         Panel(

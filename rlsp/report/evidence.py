@@ -121,7 +121,7 @@ def collect(run_dir: Path) -> RunEvidence:
     for index, row in rows:
         if index in records:
             metrics = measured[index].metrics if index in measured else {}
-            found = of_row(row, records[index], losses.get(index), metrics)
+            found = of_row(row, records[index], losses.get(index), metrics, planned)
             contradicting += [f"{METRICS_NAME}, rollout {index}: {what}" for what in found]
     return RunEvidence(
         manifest,

@@ -47,6 +47,11 @@ METRICS = _registry(
         "part of the nonzero gradient leaf elements that the unit of the exact sums rounded to zero",
         Keep.MAX,
     ),
+    Metric(
+        "train/old_logprob_mismatched",
+        "tokens whose old policy's log-probability is not training's own in every bit: 0 where recomputed",
+        Keep.MAX,
+    ),
     Metric("train/is_weight_mean", "mean importance weight over active tokens, where correction is on"),
     Metric("train/is_weight_max", "largest importance weight", Keep.MAX),
     Metric("train/is_cut_fraction", "part of the active tokens whose ratio was cut (TIS) or dropped (MIS)"),

@@ -65,6 +65,7 @@ class Planned(_Open):
     max_response_tokens: Count
     learning_rate: float
     entropy_coef: float
+    reuse_rollout_logprob: bool
     model: _Model
     parallel: _Parallel
     rollout: _Rollout

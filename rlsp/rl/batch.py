@@ -33,6 +33,11 @@ class RolloutBatch:
         """Count the response's tokens: the loss's normaliser, known before any backward pass."""
         return int(self.active_mask.sum())
 
+    def to(self, device: torch.device) -> RolloutBatch:
+        """Return the same batch on a device."""
+        fields = (self.tokens, self.active_mask, self.lengths, self.logp, self.row_digest)
+        return RolloutBatch(*(x.to(device) for x in fields))
+
     def responses(self) -> list[list[int]]:
         """Return every sequence's drawn tokens."""
         return [row[mask].tolist() for row, mask in zip(self.tokens, self.active_mask, strict=True)]

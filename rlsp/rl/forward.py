@@ -61,8 +61,8 @@ class ForwardRecorder:
 
     def __init__(self, batch: RolloutBatch) -> None:
         self._mask = batch.active_mask
-        self._logp = torch.full(self._mask.shape, torch.nan, dtype=torch.float32)
-        self._digest = torch.zeros(self._mask.shape, dtype=torch.int64)
+        self._logp = torch.full_like(self._mask, torch.nan, dtype=torch.float32)
+        self._digest = torch.zeros_like(self._mask, dtype=torch.int64)
         self._metrics: list[tuple[Tensor, ...]] = []
 
     def note(self, shard: Shard, scores: TokenScores, metrics: tuple[Tensor, ...]) -> None:
@@ -90,12 +90,11 @@ class ForwardRecorder:
                 first = rank - place.tp
                 same = bool((parts[0][first].view(torch.int32) == part.view(torch.int32)).all())
                 agree = agree and same and bool((parts[1][first] == hashes).all())
-        return Forward(logp, digest, tuple(counts), agree)
+        return Forward(logp.cpu(), digest.cpu(), tuple(counts), agree)
 
     def means(self, mesh: Mesh, batch: RolloutBatch) -> dict[str, float]:
         """Return the exact means over all active tokens, equal in every layout."""
-        columns = [torch.cat(parts) for parts in zip(*self._metrics, strict=True)] or [torch.zeros(1)] * len(
-            METRICS
-        )
+        nothing = [torch.zeros(1, device=self._logp.device)] * len(METRICS)
+        columns = [torch.cat(parts) for parts in zip(*self._metrics, strict=True)] or nothing
         sums = exact_sums(columns, mesh.token)
         return {name: total / max(batch.active_tokens, 1) for name, total in zip(METRICS, sums, strict=True)}

@@ -29,11 +29,18 @@ class Hyperparameters:
 
 
 class AdamW:
-    """Update float32 masters elementwise and write their rounding into the model."""
+    """Update float32 masters elementwise and write their rounding into the model.
+
+    Attributes:
+        masters: The float32 weights by name.
+        first: Their first moments.
+        second: Their second moments.
+        steps: Steps taken so far.
+    """
 
     def __init__(self, model: PolicyModel, hyper: Hyperparameters) -> None:
         """Start from the model's weights with zero moments."""
-        self._hyper, self._steps = hyper, 0
+        self._hyper, self.steps = hyper, 0
         self._weights = {name: (parameter, sharded) for name, parameter, sharded in model.named_shards()}
         self.masters = {
             name: p.detach().to(torch.float32, copy=True) for name, (p, _) in self._weights.items()
@@ -54,8 +61,8 @@ class AdamW:
         Bias corrections are Python float64; everything else is elementwise float32, in the order written
         here.
         """
-        h, self._steps = self._hyper, self._steps + 1
-        correction1, correction2 = 1 - h.beta1**self._steps, math.sqrt(1 - h.beta2**self._steps)
+        h, self.steps = self._hyper, self.steps + 1
+        correction1, correction2 = 1 - h.beta1**self.steps, math.sqrt(1 - h.beta2**self.steps)
         for name, (parameter, sharded) in self._weights.items():
             gradient = gradients[name] * clip
             master, first, second = self.masters[name], self.first[name], self.second[name]

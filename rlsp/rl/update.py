@@ -84,6 +84,7 @@ class Trainer:
         self.model, self.reference, self.optimizer = model, reference, optimizer
         self._mesh, self._layout, self._objective = mesh, layout, objective
         self._guard = Guard()
+        self._device = model.vocabulary.valid.device
         self._sums = model.attach_sums(self._guard)
         self._natives = [
             (name, weight) for name, weight, _ in model.named_shards() if isinstance(weight, NativeParameter)
@@ -95,6 +96,7 @@ class Trainer:
 
         A forward pass of its own: what frameworks call recomputing the old policy's log-probabilities.
         """
+        batch = batch.to(self._device)
         recorder = ForwardRecorder(batch)
         for shard in self._micro_batches(batch):
             recorder.note(shard, self._score(self.model, shard), ())
@@ -114,6 +116,8 @@ class Trainer:
             NonFiniteWeightsError: The step left weights that are not finite; on every rank.
             ReplicaDriftError: Ranks of TP hold different bits of a gradient that they share; on all of them.
         """
+        batch, advantages = batch.to(self._device), advantages.to(self._device)
+        old_logp = batch.logp if old_logp is None else old_logp.to(self._device)
         block = self.model.wiring.contract.block
         leaf_tokens = int((-(-batch.lengths // block) * block).sum())
         for item in self._sums:
@@ -167,12 +171,15 @@ class Trainer:
 
     def _native_gradients(self, active_tokens: int) -> dict[str, Tensor]:
         """Return the gradients of native routes' weights, summed over ranks by the backend, by name."""
-        groups = {Span.TOKENS: self._mesh.token, Span.WORLD: self._mesh.world}
-        return {
-            name: collectives.backend_all_reduce(weight.main_grad, groups[weight.span])
-            / max(active_tokens, 1)
-            for name, weight in self._natives
-        }
+        found: dict[str, Tensor] = {}
+        for span, group in ((Span.TOKENS, self._mesh.token), (Span.WORLD, self._mesh.world)):
+            own = [(name, weight.main_grad) for name, weight in self._natives if weight.span is span]
+            if own:
+                # One bucket a span, as Megatron-Core's data parallelism has: every call costs milliseconds.
+                flat = collectives.backend_all_reduce(torch.cat([x.view(-1) for _, x in own]), group)
+                parts = (flat / max(active_tokens, 1)).split([x.numel() for _, x in own])
+                found |= {name: part.view(x.shape) for (name, x), part in zip(own, parts, strict=True)}
+        return found
 
     def _require_finite_weights(self) -> None:
         """Stop every rank where the step left a master or a weight that is not finite.
@@ -194,7 +201,7 @@ class Trainer:
         bound = leaf_bound(contract.grad_lsb, -(-int(batch.lengths.max()) // contract.q_block))
         shards = []
         for start in range(0, len(mine), size):
-            rows = torch.tensor(mine[start : start + size], dtype=torch.int64)
+            rows = torch.tensor(mine[start : start + size], dtype=torch.int64, device=self._device)
             blocks = (contract.token_block, contract.q_block, contract.k_block)
             length = padded_length(int(batch.lengths[rows].max()), layout.cp, layout.tp, blocks)
             positions = local_positions(length, self._mesh.cp, rows.device)
@@ -211,7 +218,7 @@ class Trainer:
         shard: Shard,
         batch: RolloutBatch,
         advantages: Tensor,
-        old_logp: Tensor | None,
+        old_logp: Tensor,
         recorder: ForwardRecorder,
     ) -> None:
         """Run one micro-batch forward and backward; the backward seed is d(sum over tokens)."""
@@ -223,7 +230,7 @@ class Trainer:
         columns = (shard.positions + 1).clamp(max=batch.tokens.shape[1] - 1)
         loss = token_loss(
             scores.logp.view(shape),
-            (batch.logp if old_logp is None else old_logp)[shard.rows][:, columns].t(),
+            old_logp[shard.rows][:, columns].t(),
             None if reference is None else reference.view(shape),
             scores.entropy.view(shape),
             advantages[shard.rows][:, columns].t(),
