@@ -76,6 +76,8 @@ def _row(job: SweepJob, common: set[str]) -> tuple[str | Text, ...]:
 
 def _end(job: SweepJob) -> str:
     """Say how a job ended: its verdict, or what its status means where it has none."""
+    if job.status is None and job.folder is not None:
+        return "goes on"
     return job.verdict.value if job.verdict is not None else _LEFT_OUT.get(job.status, str(job.status))
 
 
