@@ -12,8 +12,8 @@ from hydra._internal.hydra import Hydra
 
 from rlsp.cli import app, sweep
 from rlsp.cli.folders import taken_run
-from rlsp.cli.statuses import worst
 from rlsp.config import Job
+from rlsp.report.statuses import worst
 from rlsp.report.sweep import SweepSummary
 
 NOT_NEGATIVE = "a number in 0..1000000"

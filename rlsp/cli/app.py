@@ -42,9 +42,9 @@ from rlsp.cli.folders import (
 from rlsp.cli.machine import machine_lines
 from rlsp.cli.overrides import spelt_out
 from rlsp.cli.refusal import COMPOSITION_ERRORS, RefusalError, first_line
-from rlsp.cli.statuses import CRASHED, PASSED, REFUSED
 from rlsp.cli.streams import steady_streams
 from rlsp.config import Config, Job
+from rlsp.report.statuses import CRASHED, PASSED, REFUSED
 
 # Hydra would write this folder before anybody knows whether the run may start.
 _NO_RECORD = "hydra.output_subdir=null"

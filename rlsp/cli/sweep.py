@@ -15,10 +15,10 @@ from rlsp.cli.folders import await_owner, is_taken, made, refusing, taken_sweep
 from rlsp.cli.jobs import PlannedJob, announcement, plan_jobs
 from rlsp.cli.launchers import HERE, JOBLIB, Submitted, noted_submissions
 from rlsp.cli.refusal import COMPOSITION_ERRORS, RefusalError, first_line
-from rlsp.cli.statuses import CRASHED, FAILED, REFUSED, worst
 from rlsp.cli.sweep_table import show
 from rlsp.ending import Abort, conclude
 from rlsp.report.files import VERDICT_NAME, EvidenceError
+from rlsp.report.statuses import CRASHED, FAILED, REFUSED, worst
 from rlsp.report.sweep import JobOutcome, SweepSummary, summarise
 from rlsp.report.verdict import Judgement, VerdictDocument
 

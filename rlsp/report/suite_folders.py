@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlsp.report.files import EvidenceError, shown
+from rlsp.report.statuses import REFUSED
 from rlsp.report.sweep import SWEEP_NAME, SweepJob, SweepSummary
 from rlsp.report.verdict import is_run_folder
 
-_ENDS = {None: "not started", 2: "refused"}
+_ENDS = {None: "not started", REFUSED: "refused"}
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from rlsp.report.findings import Verdict
 from rlsp.report.manifest import MANIFEST_NAME, Manifest, Status
 from rlsp.report.recorder import CONSISTENCY_NAME
 from rlsp.report.records import ConsistencyReport, float64_bits
+from rlsp.report.statuses import REFUSED
 from rlsp.report.verdict import VerdictDocument, is_run_folder
 
 SWEEP_NAME = "sweep.json"
-_REFUSED = 2
 AnyDocument = TypeVar("AnyDocument", bound=Document)
 
 
@@ -128,7 +128,7 @@ def compose_summary(sweep_dir: Path, outcomes: Sequence[JobOutcome]) -> SweepSum
 def _job(sweep_dir: Path, outcome: JobOutcome) -> tuple[SweepJob, Mapping[str, Any]]:
     """Return a job and its composed config, which is empty where nothing says it."""
     folder = outcome.run_dir
-    ran = outcome.status not in (None, _REFUSED)
+    ran = outcome.status not in (None, REFUSED)
     manifest = _read(Manifest, folder / MANIFEST_NAME) if ran else None
     report = _read(ConsistencyReport, folder / CONSISTENCY_NAME) if ran else None
     seal = _read(VerdictDocument, folder / VERDICT_NAME) if ran else None
@@ -161,7 +161,7 @@ def _is_there(outcome: JobOutcome) -> bool:
     """Tell whether a job has a folder; one that was not seen to end may go on in it."""
     if outcome.status is None:
         return is_run_folder(outcome.run_dir)
-    return outcome.status != _REFUSED and outcome.run_dir.is_dir()
+    return outcome.status != REFUSED and outcome.run_dir.is_dir()
 
 
 def _is_complete(manifest: Manifest | None, report: ConsistencyReport | None) -> bool:

@@ -11,12 +11,12 @@ from rlsp.report.contradictions import words
 from rlsp.report.files import VERDICT_NAME, EvidenceError, shown
 from rlsp.report.findings import Verdict
 from rlsp.report.manifest import MANIFEST_NAME
+from rlsp.report.statuses import CRASHED, FAILED, REFUSED, worst
 from rlsp.report.sweep import SWEEP_NAME, JobOutcome, SweepJob, SweepSummary, compose_summary
 from rlsp.report.verdict import EXIT_STATUS, Verification, is_run_folder, verify
 
 _HYDRA_RECORD = "multirun.yaml"
-_WORST_FIRST = (1, 2, 3, 4, 0)
-_NO_FOLDER = (1, 2, None)  # None: an interrupted sweep never started it, or did not see it end
+_NO_FOLDER = (CRASHED, REFUSED, None)  # None: an interrupted sweep never started it, or did not see it end
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,7 @@ class SweepVerification:
         """Return 3 for damage, else the worst of the jobs, in the order 1, 2, 3, 4, 0."""
         if self.is_damaged:
             return EXIT_STATUS[Verdict.FAIL]
-        seen = {job.exit_status for job in self.jobs} | ({3} if self.disagrees else set())
-        return next((status for status in _WORST_FIRST if status in seen), 0)
+        return worst([*(job.exit_status for job in self.jobs), *([FAILED] if self.disagrees else [])])
 
 
 def is_sweep_folder(path: Path) -> bool:
@@ -165,7 +164,7 @@ def _of_job(stored: SweepJob, found: SweepJob, job: JobVerification) -> Iterable
     if stored.status is None:
         return  # the sweep ended before the job did: see `_notes`
     # A launcher may crash after the seal: status 1 goes with every verdict.
-    legal = {1} if seal is None else {1, EXIT_STATUS[seal.verdict]}
+    legal = {CRASHED} if seal is None else {CRASHED, EXIT_STATUS[seal.verdict]}
     if stored.status not in legal:
         yield f"it ended with status {stored.status}, but {VERDICT_NAME} says " + (
             seal.verdict.value if seal else "nothing"
