@@ -18,7 +18,7 @@ from rich.text import Text
 
 from rlsp import progress
 from rlsp.board import Board, Slot
-from rlsp.config import Job
+from rlsp.config import JOB_PATH, Job
 from rlsp.determinism import environment_switches, rank_environment
 from rlsp.ending import Abort, HostReport, RankError, conclude, explain, signal_name
 from rlsp.host import SilenceWatch, Wake, cpu_s, process_state, silence_limit_s, waking
@@ -275,7 +275,7 @@ class Ranks:
 
 def job_path(job: Job) -> Path:
     """Return where a run folder keeps its job."""
-    return Path(job.run_dir) / ".hydra" / "job.json"
+    return Path(job.run_dir) / JOB_PATH
 
 
 def launcher_failed(error: BaseException) -> Abort:

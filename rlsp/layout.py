@@ -26,6 +26,11 @@ class EngineCoords:
 Ranks = tuple[int, ...]
 
 
+def layout_word(*, cp: int, tp: int, sp: int, dp: int) -> str:
+    """Write the widths of a training layout as its file in conf/parallel/ is named: dp only above 1."""
+    return f"cp{cp}_tp{tp}_sp{sp}" + (f"_dp{dp}" if dp > 1 else "")
+
+
 @dataclass(frozen=True)
 class Layout:
     """Place the ranks of training: tp varies fastest, then cp, then dp.

@@ -253,7 +253,7 @@ def test_the_command_exits_3_and_shows_both_values_and_ranks(run_a, tmp_path, ca
     assert status == 3
     assert f"first difference: gradients, rollout 1, update 0, {name}, virtual shard 7" in out
     held = hashes("gradients", HIT)[name][7]
-    assert f"  A  0x{held}  on ranks 1, 3  of cp2_tp2_sp2_dp1, rollout 3 × tp1, micro-batch 4" in out
+    assert f"  A  0x{held}  on ranks 1, 3  of cp2_tp2_sp2, rollout 3 × tp1, micro-batch 4" in out
     assert f"  B  0x{int(held, 16) ^ 1:032x}  on ranks 3, 7  of cp1_tp4_sp1_dp2" in out
     assert "FIRST DIFFERENCE" in out
 

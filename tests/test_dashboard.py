@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch_owner import environment
 from report_fixtures import make_job, write_run
 from wandb_server import WandbServer, client_environment, serving
 
@@ -107,6 +108,32 @@ def test_without_the_package_there_is_one_message_and_status_2(no_package, capsy
 def test_what_is_no_project_is_refused(project, capsys):
     assert cli.main([project]) == 2
     assert capsys.readouterr().err == f"rlsp-dashboard: {project}: legal: ENTITY/PROJECT\n"
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_reader_that_leaves_and_a_screen_without_unicode_are_no_failure(tmp_path, more):
+    line = " ".join([sys.executable, "-m", "rlsp.cli.dashboard", PROJECT, "--group", "ü", "--dry-run", *more])
+    for pipe, encoding in ((" | true", "utf-8"), ("", "ascii")):
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", line + pipe],
+            check=False,
+            env={**environment(), "PYTHONIOENCODING": encoding},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        if more and not pipe:
+            assert json.loads(done.stdout)["group"] == "ü"
+
+
+def test_an_interrupt_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_save", raising_interrupt)
+    assert cli.main([PROJECT]) == 130
+    assert capsys.readouterr().err == "rlsp-dashboard: interrupted\n"
+
+
+def raising_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 # Saved to a server ------------------------------------------------------------

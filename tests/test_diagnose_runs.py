@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from command import raising
 from planted_boundaries import flipped
 from ranks import run_ranks
 
@@ -20,7 +22,8 @@ import rlsp.launch
 from rlsp import rederive, run
 from rlsp.board import Board, Place
 from rlsp.cli import diagnose as command
-from rlsp.config import Job
+from rlsp.cli import machine
+from rlsp.config import JOB_PATH, Job
 from rlsp.ending import Abort
 from rlsp.launch import job_path
 from rlsp.model.attention import CoreAttention
@@ -310,15 +313,35 @@ def test_damaged_files_are_refused_or_noted(
     status, out, _ = diagnosed(capsys, changed, "--rollout", 0, "--sample", 2)
     assert status == 0
     assert "note: damaged evidence: metrics.jsonl was changed after the run was sealed" in out
-    (changed / ".hydra" / "job.json").write_text("{}")
+    (changed / JOB_PATH).write_text("{}")
     status, _, err = diagnosed(capsys, changed, "--rollout", 0, "--sample", 2)
     assert status == 2
     assert ".hydra/job.json is no job of this version" in err
     for content in (b"[" * 100_000, b"\xff", b"[]", b""):
-        (changed / ".hydra" / "job.json").write_bytes(content)
+        (changed / JOB_PATH).write_bytes(content)
         assert diagnosed(capsys, changed, "--rollout", 0, "--sample", 2)[0] == 2
+    (changed / JOB_PATH).unlink()
+    os.mkfifo(changed / JOB_PATH)
+    status, _, err = diagnosed(capsys, changed, "--rollout", 0, "--sample", 2)
+    assert status == 2
+    assert ".hydra/job.json cannot be read: it is a named pipe" in err
     (changed / "rollouts" / "00000.safetensors").unlink()
     assert diagnosed(capsys, changed, "--rollout", 0, "--sample", 2)[0] == 2
+
+
+def test_a_run_of_a_gpu_is_refused_where_there_is_none(
+    sealed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = Path(shutil.copytree(sealed, tmp_path / "run"))
+    path = changed / JOB_PATH
+    job = json.loads(path.read_text())
+    job["config"]["device"]["kind"] = "cuda"
+    path.write_text(json.dumps(job))
+    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
+    monkeypatch.setattr(command, "_replayed", raising(AssertionError("ranks were started")))
+    status, out, err = diagnosed(capsys, changed, "--rollout", 0, "--sample", 2)
+    assert (status, out) == (2, "")
+    assert err.startswith("rlsp-diagnose: refused: device.kind=cuda: legal: cpu (neither ")
 
 
 def test_the_command_starts_without_torch() -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -44,9 +45,10 @@ def need(extra: str) -> None:
         pytest.skip(ABSENT[extra])
 
 
-def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def started(folder: Path, *arguments: str, first: str = "") -> subprocess.Popen[str]:
     """Start the command as a terminal would: in a process group of its own, interruptible."""
     code = (
+        f"{first}\n"
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from rlsp.cli.main import main; sys.exit(main())"
     )
@@ -130,6 +132,51 @@ def test_an_interrupted_sweep_leaves_sealed_runs_and_the_right_states(
     assert jobs[1].status == (None if extra is None else 1)
     verification = verify_sweep(tmp_path / "swept")
     assert (verification.damage, verification.exit_status) == ((), 1)
+
+
+def owner_of(run_dir: Path) -> int | None:
+    """Find the process that owns a run: its host names it."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError, ValueError):
+                words = (folder / "cmdline").read_text().split("\0")
+                if "--parent" in words and str(run_dir) in words[words.index("--host") + 1]:
+                    return int(words[words.index("--parent") + 1])
+    return None
+
+
+def test_a_killed_job_ends_no_sweep_and_the_others_end_with_their_own_states(tmp_path: Path) -> None:
+    need("submitit")
+    process = started(
+        tmp_path,
+        "hydra/launcher=submitit_local",
+        "parallel=cp1_tp1_sp1",
+        "seed=1,2",
+        "num_rollouts=2",
+        first="import rlsp.cli.sweep; rlsp.cli.sweep._OWNER_LIMIT_S = 0.0",
+    )
+    while (owner := owner_of(tmp_path / "swept" / "0")) is None:
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.1)
+    os.kill(owner, signal.SIGKILL)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 1, output
+    assert "rlsp: waiting for the other jobs" in output
+    jobs = SweepSummary.read(tmp_path / "swept" / "sweep.json").jobs
+    found = [(job.status, job.folder, job.verdict.value if job.verdict else None) for job in jobs]
+    assert found == [(1, "0", "ABORTED"), (0, "1", "PASS")]
+    verification = verify_sweep(tmp_path / "swept")
+    assert (verification.damage, verification.notes, verification.exit_status) == ((), (), 1)
+
+
+def test_joblib_takes_a_number_of_jobs_from_a_config_file(rlsp_command: Console) -> None:
+    need("joblib")
+    folder = rlsp_command.folder / "own" / "hydra" / "launcher"
+    folder.mkdir(parents=True)
+    (folder / "two.yaml").write_text("defaults:\n  - joblib\nn_jobs: 2\n")
+    own = ("--config-dir", str(rlsp_command.folder / "own"))
+    assert rlsp_command("-m", *own, "hydra/launcher=two", "seed=1") == 0
+    assert "n_jobs=2," in rlsp_command.printed
 
 
 def test_joblib_runs_one_job_at_a_time_unless_told_otherwise(rlsp_command: Console) -> None:

@@ -152,6 +152,16 @@ def test_a_side_that_does_not_vary_correlates_with_nothing() -> None:
     assert math.isnan(mismatch(np.full_like(rollout, -1.25), train, mask).probability_correlation)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e6])
+@pytest.mark.parametrize("side", ["rollout", "train", "both"])
+def test_probabilities_without_a_value_have_no_correlation(value, side):
+    rollout, train, mask = sides(0.1)
+    for name, values in (("rollout", rollout), ("train", train)):
+        if side in (name, "both"):
+            values[-1, 0] = value
+    assert math.isnan(mismatch(rollout, train, mask).probability_correlation)
+
+
 def test_a_long_sequence_overflows_no_weight() -> None:
     rollout, train, mask = sides(0.1)
     shifted = (train + np.float32(100)).astype(np.float32)

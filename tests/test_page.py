@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 from base64 import b64encode
@@ -17,6 +18,8 @@ from report_fixtures import RUN_ID, make_digests, make_facts, make_metrics, make
 
 from rlsp.report import page
 from rlsp.report.evidence import collect
+from rlsp.report.files import EvidenceError
+from rlsp.report.follow import Follower
 from rlsp.report.gates import Verdict
 from rlsp.report.metrics import METRICS
 from rlsp.report.page import PAGE_NAME
@@ -269,6 +272,16 @@ def test_an_aborted_run_shows_how_its_ranks_ended(tmp_path):
     )
     seal(run_dir, "rank 1 was killed")
     assert "rank  end\n0     Error \ufffd<b>\n1     killed" in outline(run_dir).text["ranks"]
+
+
+def test_a_log_that_is_a_pipe_is_not_waited_for(tmp_path):
+    run_dir = write_run(tmp_path / "run", rollouts=1, aborted="rank 1 was killed")
+    os.mkfifo(run_dir / "logs" / "abort.txt")
+    assert seal(run_dir, "rank 1 was killed").verdict is Verdict.ABORTED
+    assert "ranks" not in outline(run_dir).text
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(EvidenceError, match="it is a named pipe"):
+        Follower(tmp_path).new_rows()
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "torn", "other"])

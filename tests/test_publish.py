@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from command import raising
+from launch_owner import environment
 from test_live_gates import judged
 
 from rlsp.cli.publish import main
-from rlsp.report.suite import pair, read_arm, sentences
+from rlsp.config import ConfigError, Violation
+from rlsp.report import suite_arms
+from rlsp.report.suite import sentences
+from rlsp.report.suite_arms import read_arm
+from rlsp.report.suite_page import _figures
+from rlsp.report.suite_pairs import UnlikePairError, pair
+from rlsp.report.sweep import JobOutcome, summarise
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +70,7 @@ def test_every_figure_is_a_picture_of_its_own_that_the_page_shows(sweep: Path, t
 def test_a_changed_run_is_refused_and_nothing_is_written(
     sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    copy = tmp_path / "run"
-    for file in (path for path in (sweep / "1").rglob("*") if path.is_file()):
-        (copy / file.relative_to(sweep / "1")).parent.mkdir(parents=True, exist_ok=True)
-        (copy / file.relative_to(sweep / "1")).write_bytes(file.read_bytes())
+    copy = shutil.copytree(sweep / "1", tmp_path / "run")
     assert main([str(copy), "--out", str(tmp_path / "good")]) == 0
     with (copy / "metrics.jsonl").open("a") as file:
         file.write("\n")
@@ -78,8 +87,146 @@ def test_a_pair_that_names_no_two_arms_is_refused(
     assert f"--pair {text}: legal: two of native, strict" in capsys.readouterr().err
 
 
-def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
-    assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+def test_every_folder_without_runs_is_refused_by_name(
+    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    arguments = [str(sweep), str(empty), str(tmp_path / "none"), "--out", str(tmp_path / "out")]
+    assert main(arguments) == 2
+    assert f"no run folder there: {empty}, {tmp_path / 'none'}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_jobs_of_a_sweep_that_left_no_run_are_named(
+    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(sweep, tmp_path / "swept")
+    shutil.move(copy / "1", copy / "deep" / "1")
+    places = {0: copy / "0", 1: copy / "deep" / "1"}
+    outcomes = [JobOutcome(number, (), 0, places[number]) for number in places]
+    absent = ((2, 2, "seed=-1"), (3, 1, "seed=3"), (4, None, "seed=4"))
+    outcomes += [JobOutcome(at, (text,), status, copy / str(at)) for at, status, text in absent]
+    summarise(copy, outcomes)
+    assert main([str(copy), "--out", str(tmp_path / "out")]) == 0
+    lines = [
+        f"swept, job {at}, {how}: seed={seed}"
+        for at, how, seed in ((2, "refused", -1), (3, "crashed", 3), (4, "not started", 4))
+    ]
+    out, page = capsys.readouterr().out, (tmp_path / "out" / "README.md").read_text()
+    for line in lines:
+        assert f"left out: {line}\n" in out
+        assert f"- Left out: {line}.\n" in page
+    said = json.loads((tmp_path / "out" / "table.json").read_text())
+    assert said["left_out"] == lines
+    assert [row["name"] for row in said["arms"]] == ["native", "strict"]
+
+
+def test_arms_of_one_name_are_refused(
+    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(sweep / "1", tmp_path / "again")
+    assert main([str(sweep), str(copy), "--out", str(tmp_path / "out")]) == 2
+    assert "several arms are named strict: legal: one run a name" in capsys.readouterr().err
+
+
+def test_a_pair_of_different_workloads_is_refused_with_what_differs(
+    sweep: Path, tmp_path: Path, compose: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judged(tmp_path / "other", compose, "name=other", "seed=3", "numerics=native", "rollout.ignore_eos=true")
+    arguments = [str(sweep), str(tmp_path / "other"), "--out", str(tmp_path / "out")]
+    assert main([*arguments, "--pair", "strict,other"]) == 2
+    said = capsys.readouterr().err
+    assert "strict and other are no pair: " in said
+    for line in (
+        "seed is 0 against 3",
+        "entropy_coef is 0.01 against 0.0",
+        "layout is cp1_tp1_sp1 against cp1_tp2_sp2",
+    ):
+        assert line in said
+    assert "num_rollouts" not in said
+    assert "numerics.routes" not in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"source_hash": "other"}, "code is "),
+        ({"data_hash": "other"}, "data is "),
+        ({"processor": "other"}, "processor is "),
+        ({"packages": {"torch": "0", "megatron-core": "0"}}, "torch is "),
+        ({"placement": {"layout": "cp9_tp1_sp1"}}, "layout is "),
+    ],
+)
+def test_a_pair_needs_the_same_code_data_machine_and_placement(
+    sweep: Path, change: dict[str, Any], said: str
+) -> None:
+    native, strict = (read_arm(sweep / name) for name in ("0", "1"))
+    with pytest.raises(UnlikePairError, match=f"native and strict are no pair: .*{said}"):
+        pair(native, replace(strict, **change))
+
+
+def test_the_page_says_which_code_ran_on_what(sweep: Path, tmp_path: Path) -> None:
+    assert main([str(sweep), "--out", str(tmp_path)]) == 0
+    stored = json.loads((sweep / "0" / "manifest.json").read_text())
+    (said,) = [line for line in (tmp_path / "README.md").read_text().splitlines() if "megatron-core" in line]
+    assert said.startswith(f"- native, strict: source {stored['code']['source_hash'][:8]}, revision ")
+    for text in (stored["code"]["revision"][:12], stored["hardware"]["cpu"], stored["packages"]["torch"]):
+        assert text in said
+
+
+def test_what_cannot_be_written_or_read_is_one_line_and_no_traceback(
+    sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main([str(sweep), "--out", str(tmp_path / "file" / "out")]) == 1
+    assert capsys.readouterr().err.startswith("rlsp-publish: cannot write ")
+    other_version = ConfigError([Violation("seed", 0, "a key of this version")])
+    monkeypatch.setattr(suite_arms, "from_plain", raising(other_version))
+    assert main([str(sweep), "--out", str(tmp_path / "out")]) == 1
+    assert "manifest.json has no config of this version: " in capsys.readouterr().err
+
+
+def test_captions_speak_of_means_only_where_lines_are_means(sweep: Path) -> None:
+    arm = read_arm(sweep / "1")
+    points = tuple((at, 1.0) for at in range(21))
+    long = replace(arm, rollouts=21, curves=dict.fromkeys(arm.curves, points))
+    for name in ("reward.svg", "seconds.svg"):
+        assert "means" not in _figures([arm])[name][0]
+        assert ", means of ten rollouts: strict" in _figures([long])[name][0]
+
+
+def test_a_value_that_is_not_finite_stays_in_curve_and_figures(sweep: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(sweep / "1", tmp_path / "run")
+    path = copy / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[1].update({"reward/mean": "NaN", "time/total_s": "Infinity"})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curves = suite_arms._curves(copy)
+    assert math.isnan(curves["reward/mean"][1][1])
+    assert curves["time/total_s"][1] == (1, math.inf)
+    arm = replace(read_arm(sweep / "1"), curves=curves)
+    assert "×".encode() in _figures([arm])["reward.svg"][1]
+    found = pair(arm, arm)
+    assert math.isnan(found.reward_difference)
+    assert math.isnan(found.reward_error)
+    assert math.isnan(found.step_ratio)
+
+
+def test_the_answer_goes_to_a_reader_that_leaves_and_to_a_screen_without_unicode(
+    sweep: Path, tmp_path: Path
+) -> None:
+    line = f"{sys.executable} -m rlsp.cli.publish {sweep} --title Größe --out {tmp_path / 'out'}"
+    for pipe, more in ((" | true", {}), ("", {"PYTHONIOENCODING": "ascii"})):
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", line + pipe],
+            check=False,
+            env={**environment(), **more},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_sentences_follow_the_figures(sweep: Path) -> None:

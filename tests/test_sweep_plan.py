@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,9 @@ from command import Console
 from hydra._internal.hydra import Hydra
 
 from rlsp.cli import app, sweep
-from rlsp.cli.folders import owned_run
-from rlsp.cli.statuses import worst
+from rlsp.cli.folders import taken_run
 from rlsp.config import Job
+from rlsp.report.statuses import worst
 from rlsp.report.sweep import SweepSummary
 
 NOT_NEGATIVE = "a number in 0..1000000"
@@ -180,11 +180,13 @@ def test_a_job_that_still_has_an_owner_is_neither_sealed_nor_judged(
     held = ExitStack()
 
     def outcome(job: Job) -> int:
-        # Another process took the job over, and the launcher is broken off.
-        held.enter_context(owned_run(Path(job.run_dir)))
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt  # the launcher is broken off, and the job's own process goes on
 
-    monkeypatch.setattr(app, "owned_run", lambda run_dir: nullcontext())
+    def kept(run_dir: Path) -> AbstractContextManager[None]:
+        held.enter_context(taken_run(run_dir))
+        return nullcontext()
+
+    monkeypatch.setattr(app, "taken_run", kept)
     rlsp_command.outcome = outcome
     with held:
         assert rlsp_command("-m", "hydra.sweep.dir=swept", "seed=1,2") == 1

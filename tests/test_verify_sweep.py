@@ -165,6 +165,28 @@ def test_the_status_is_the_worst_of_the_jobs(tmp_path):
     assert with_jobs(tmp_path, outcome(0, tmp_path), REFUSED).exit_status == 2
 
 
+@pytest.mark.parametrize("folder", [None, "1"])
+def test_a_job_that_ended_after_its_sweep_is_a_note_and_no_damage(written, tmp_path, capsys, folder):
+    sweep = Path(shutil.copytree(written, tmp_path / "sweep_x"))
+    late = JobOutcome(1, OVERRIDES, None, sweep / "1")
+    summarise(sweep, [outcome(0, sweep), late])
+    edit_json(sweep / "sweep.json", edited(lambda job: job.update(folder=folder)))
+    verification = verify_sweep(sweep)
+    assert (verification.damage, verification.exit_status) == ((), 0)
+    said = "job 1 had not ended when sweep.json was written; by now VERDICT.json says PASS"
+    assert verification.notes == (said,)
+    assert main([str(sweep)]) == 0
+    assert f"note: {said}\n" in capsys.readouterr().out
+
+
+def test_a_job_that_ended_after_its_sweep_is_judged_all_the_same(sweep, written):
+    summarise(sweep, [outcome(0, sweep), JobOutcome(1, OVERRIDES, None, sweep / "1")])
+    (sweep / "1" / "metrics.jsonl").unlink()
+    assert verify_sweep(sweep).exit_status == 3
+    edit_json(sweep / "sweep.json", edited(lambda job: job.update(verdict="PASS")))
+    assert "sweep.json, job 1: verdict is PASS, but its files give absent" in damaged(sweep)
+
+
 def test_a_copy_of_a_sweep_passes_elsewhere(sweep, tmp_path):
     assert verify_sweep(shutil.move(sweep, tmp_path / "ü elsewhere")).exit_status == 0
 

@@ -12,7 +12,7 @@ import sys
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -33,19 +33,18 @@ from rlsp.cli.folders import (
     HYDRA_NAME,
     folder_of,
     made,
-    owned_run,
     pinned,
     prune,
     refusing,
-    take_run,
+    taken_run,
     write_record,
 )
 from rlsp.cli.machine import machine_lines
 from rlsp.cli.overrides import spelt_out
 from rlsp.cli.refusal import COMPOSITION_ERRORS, RefusalError, first_line
-from rlsp.cli.statuses import CRASHED, PASSED, REFUSED
 from rlsp.cli.streams import steady_streams
 from rlsp.config import Config, Job
+from rlsp.report.statuses import CRASHED, PASSED, REFUSED
 
 # Hydra would write this folder before anybody knows whether the run may start.
 _NO_RECORD = "hydra.output_subdir=null"
@@ -90,22 +89,22 @@ def execute_job(cfg: DictConfig, command_line: Sequence[str] = ()) -> int:
     context = HydraConfig.get()
     run_dir = Path(context.runtime.output_dir)
     sweeping = context.mode == RunMode.MULTIRUN
-    try:
-        config = checked(cfg)
-        if lines := machine_lines(config):
-            raise RefusalError(lines)
-        with suppress(Exception):  # what cannot be imported is a crash, and told as one below
-            importlib.import_module("rlsp.launch")  # slow: an interrupt here should still leave nothing
-        with refusing(run_dir):
-            take_run(run_dir)
-            write_record(run_dir, cfg, OmegaConf.create({"hydra": context}), context.overrides.task)
-    except RefusalError as refusal:
-        print_lines(f"job {context.job.num} refused" if sweeping else "refused", refusal.lines)
-        if sweeping:
-            prune(run_dir, Path(context.sweep.dir))
-        return REFUSED
-    run_id = new_id() if sweeping else process_id()
-    with owned_run(run_dir):
+    with ExitStack() as held:
+        try:
+            config = checked(cfg)
+            if lines := machine_lines(config):
+                raise RefusalError(lines)
+            with suppress(Exception):  # what cannot be imported is a crash, and told as one below
+                importlib.import_module("rlsp.launch")  # slow: an interrupt here should still leave nothing
+            with refusing(run_dir):
+                held.enter_context(taken_run(run_dir))
+                write_record(run_dir, cfg, OmegaConf.create({"hydra": context}), context.overrides.task)
+        except RefusalError as refusal:
+            print_lines(f"job {context.job.num} refused" if sweeping else "refused", refusal.lines)
+            if sweeping:
+                prune(run_dir, Path(context.sweep.dir))
+            return REFUSED
+        run_id = new_id() if sweeping else process_id()
         return _execute(_job(config, run_dir, run_id, context.overrides.task, command_line))
 
 

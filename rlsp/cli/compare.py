@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlsp.cli.output import UNUSABLE, answer, complain
+from rlsp.layout import layout_word
 from rlsp.report.compare import compare
 from rlsp.report.compare_records import Comparison, Difference, Outcome, RunFacts, Side, StageResult, State
 from rlsp.report.verdict import is_run_folder
@@ -123,7 +124,7 @@ def place_text(difference: Difference) -> str:
 
 def layout_text(run: RunFacts) -> str:
     """Write a run's layouts for people."""
-    axes = "_".join(f"{axis}{run.layout[axis]}" for axis in ("cp", "tp", "sp", "dp"))
+    axes = layout_word(**run.layout)
     rollout = run.rollout_layout
     return f"{axes}, rollout {rollout['engines']} × tp{rollout['tp']}, micro-batch {run.micro_batch_size}"
 

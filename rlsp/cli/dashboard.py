@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 
+from rich.console import Console
+
+from rlsp.cli.output import UNUSABLE, answer, complain
 from rlsp.report.dashboard import Dashboard, Kind, Panel, build
 
-_FAILED, _USAGE = 1, 2
+_FAILED = 1
 _EPILOG = """The workspace shows consistency first, then learning, time, and the layouts. One that an earlier
 call made is replaced; every --report is a new report. The server is WANDB_BASE_URL, else where
 `wandb login` went.
@@ -18,12 +22,16 @@ call made is replaced; every --report is a new report. The server is WANDB_BASE_
 exit status:
   0  made, or with --dry-run shown
   1  W&B refused: no log-in, no such project, no server
-  2  wrong arguments, or the extra is missing: pip install 'rlsp[dashboards]'
+  2  wrong arguments, the answer cannot be printed, or the extra is missing: pip install 'rlsp[dashboards]'
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the dashboards that the command line asks for; return the exit status."""
+    return answer("rlsp-dashboard", partial(_answer, arguments))
+
+
+def _answer(arguments: Sequence[str] | None, console: Console) -> int:
     parser = argparse.ArgumentParser(
         prog="rlsp-dashboard",
         description="Make the Weights & Biases workspace of a project; every panel shows what rlsp logs.",
@@ -38,21 +46,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     entity, _, project = chosen.project.partition("/")
     if not entity or not project or "/" in project:
-        return _complain(f"{chosen.project}: legal: ENTITY/PROJECT", _USAGE)
+        return _complain(f"{chosen.project}: legal: ENTITY/PROJECT", UNUSABLE)
     dashboard = build(entity, project, chosen.group)
     addresses: dict[str, str] = {}
     if not chosen.dry_run:
         if find_spec("wandb_workspaces") is None:
-            return _complain("wandb-workspaces is missing: pip install 'rlsp[dashboards]'", _USAGE)
+            return _complain("wandb-workspaces is missing: pip install 'rlsp[dashboards]'", UNUSABLE)
         try:
             _save(dashboard, chosen.report, addresses)
         except RuntimeError as error:
             made = "".join(f"\nrlsp-dashboard: made before: {address}" for address in addresses.values())
             return _complain(f"{error}{made}", _FAILED)
     if chosen.json:
-        print(json.dumps({**dashboard.to_plain(), **addresses}, indent=2, ensure_ascii=False))
+        console.file.write(json.dumps({**dashboard.to_plain(), **addresses}, indent=2) + "\n")
     else:
-        _show(dashboard, addresses)
+        console.file.write("".join(f"{line}\n" for line in _lines(dashboard, addresses)))
     return 0
 
 
@@ -72,17 +80,17 @@ def _save(dashboard: Dashboard, with_report: bool, addresses: dict[str, str]) ->
         end_service()
 
 
-def _show(dashboard: Dashboard, addresses: dict[str, str]) -> None:
-    print(f"{dashboard.title}  ({dashboard.entity}/{dashboard.project})")
+def _lines(dashboard: Dashboard, addresses: dict[str, str]) -> Iterator[str]:
+    """Yield the panels by section, and where they are to be seen."""
+    yield f"{dashboard.title}  ({dashboard.entity}/{dashboard.project})"
     for section in dashboard.sections:
-        print(f"\n{section.title}")
-        for panel in section.panels:
-            print(f"  {panel.title}: {_text(panel)}")
-    print()
-    for kind, address in addresses.items():
-        print(f"{kind}: {address}")
+        yield ""
+        yield section.title
+        yield from (f"  {panel.title}: {_text(panel)}" for panel in section.panels)
+    yield ""
+    yield from (f"{kind}: {address}" for kind, address in addresses.items())
     if not addresses:
-        print("nothing was sent")
+        yield "nothing was sent"
 
 
 def _text(panel: Panel) -> str:
@@ -93,7 +101,7 @@ def _text(panel: Panel) -> str:
 
 
 def _complain(message: str, status: int) -> int:
-    print(f"rlsp-dashboard: {message}", file=sys.stderr)
+    complain(f"rlsp-dashboard: {message}")
     return status
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlsp.cli.machine import machine_lines
 from rlsp.cli.output import UNUSABLE, answer, complain
 from rlsp.ending import Abort
 from rlsp.report.diagnose_choice import Choice, RefusedError, choose
@@ -52,8 +53,8 @@ _EPILOG = """how:
 exit status:
   0  equal, bit by bit
   1  crashed
-  2  refused: usage, no run, no such sequence, no active token; or the weights made again are not the run's;
-     or the answer cannot be printed
+  2  refused: usage, no run, no such sequence, no active token, no such device here; or the weights made again
+     are not the run's; or the answer cannot be printed
   3  different: the first difference is named
 """
 
@@ -69,6 +70,8 @@ def _answer(arguments: Sequence[str] | None, console: Console) -> int:
         if not chosen.run.is_dir() or not is_run_folder(chosen.run):
             raise RefusedError(f"{chosen.run} is no {'run ' if chosen.run.is_dir() else ''}folder")
         choice = choose(chosen.run.resolve(), chosen.rollout, chosen.sample)
+        if lines := machine_lines(choice.job.config):
+            raise RefusedError("; ".join(lines))
         diagnosis = _replayed(choice, chosen.run.resolve())
     except RefusedError as error:
         complain(f"rlsp-diagnose: refused: {error}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ SWEEP_RECORD = "multirun.yaml"
 LAUNCHER_NAME = ".submitit"
 _LOGS = "logs"
 _LOCK_NAME = "owner.lock"
+_CLAIM = ".claim-"
 _TICK_S = 0.1
 _LEGAL = "legal: a folder that is absent or empty"
 
@@ -79,40 +81,58 @@ def require_free(folder: Path) -> None:
         raise RefusalError([f"run folder {folder}: {_LEGAL}"])
 
 
-def take_run(run_dir: Path) -> None:
-    """Take an empty folder for one run; of several commands that try at once, one succeeds.
+@contextmanager
+def taken_run(run_dir: Path) -> Iterator[None]:
+    """Take an empty folder for one run, and hold its lock; the kernel gives that up with the process.
+
+    Of several commands that try at once, one succeeds. The lock is held before anybody can see that the
+    folder is taken: a run that is just starting is never mistaken for one whose owner is gone.
 
     Raises:
         RefusalError: The folder holds something already.
         OSError: It cannot be written.
     """
-    try:
-        (run_dir / _LOGS).mkdir()  # made once, by whoever comes first: this is the claim
-    except FileExistsError as error:
-        raise RefusalError([f"run folder {run_dir}: {_LEGAL}"]) from error
-    if [entry.name for entry in run_dir.iterdir()] != [_LOGS]:
-        remove_empty([run_dir / _LOGS])
-        raise RefusalError([f"run folder {run_dir}: {_LEGAL}"])
-
-
-@contextmanager
-def owned_run(run_dir: Path) -> Iterator[None]:
-    """Hold a lock in a run folder while the run has an owner; the kernel gives it up with the process."""
+    claim = run_dir / f"{_CLAIM}{secrets.token_hex(8)}"
     with ExitStack() as held:
-        with suppress(OSError):  # full, or without locks: whoever asks will learn nothing
-            file = held.enter_context((run_dir / _LOGS / _LOCK_NAME).open("w"))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        claim.mkdir()
+        try:
+            file = held.enter_context((claim / _LOCK_NAME).open("w"))
+            with suppress(OSError):  # without locks: whoever asks will learn nothing
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                claim.rename(run_dir / _LOGS)  # what holds a lock already is not replaced
+            except OSError as error:
+                if not is_taken(run_dir):
+                    raise
+                raise RefusalError([f"run folder {run_dir}: {_LEGAL}"]) from error
+        except BaseException:
+            shutil.rmtree(claim, ignore_errors=True)
+            raise
+        if {entry.name for entry in run_dir.iterdir() if not entry.name.startswith(_CLAIM)} != {_LOGS}:
+            _give_back(run_dir)
+            raise RefusalError([f"run folder {run_dir}: {_LEGAL}"])
         yield
 
 
-def await_owner(run_dir: Path, limit_s: float) -> bool:
+def is_taken(run_dir: Path) -> bool:
+    """Tell whether a command has taken a folder for a run."""
+    return os.path.lexists(run_dir / _LOGS)
+
+
+def _give_back(run_dir: Path) -> None:
+    """Leave a folder that was taken as it was found."""
+    (run_dir / _LOGS / _LOCK_NAME).unlink(missing_ok=True)
+    remove_empty([run_dir / _LOGS])
+
+
+def await_owner(run_dir: Path, limit_s: float | None) -> bool:
     """Wait until a run has no owner any more; return whether that is so.
 
     Args:
         run_dir: The run folder.
-        limit_s: How long to wait at most, seconds.
+        limit_s: How long to wait at most, seconds; None: as long as it takes.
     """
-    until_s = time.monotonic() + limit_s
+    until_s = None if limit_s is None else time.monotonic() + limit_s
     while True:
         try:
             with (run_dir / _LOGS / _LOCK_NAME).open("r+") as file:
@@ -121,7 +141,7 @@ def await_owner(run_dir: Path, limit_s: float) -> bool:
         except FileNotFoundError:
             return True
         except BlockingIOError:
-            if time.monotonic() > until_s:
+            if until_s is not None and time.monotonic() > until_s:
                 return False
             time.sleep(_TICK_S)
         except OSError:
@@ -188,5 +208,5 @@ def write_record(run_dir: Path, cfg: DictConfig, hydra: DictConfig, overrides: S
             (folder / f"{name}.yaml").write_text(OmegaConf.to_yaml(content), encoding="utf-8")
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
-        remove_empty([run_dir / _LOGS])
+        _give_back(run_dir)
         raise

@@ -4,27 +4,64 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from rlsp.report.files import EvidenceError
-from rlsp.report.suite import Arm, pair, passed, read_arm, sentences, table
-from rlsp.report.suite_page import write_suite
-from rlsp.report.verdict import is_run_folder
+from rich.console import Console
 
-_USAGE = 2
-_EPILOG = """Every run is verified first: a damaged one is refused, and nothing is written.
+from rlsp.cli.output import UNUSABLE, answer, complain
+from rlsp.report.files import EvidenceError
+from rlsp.report.suite import doubled, passed, sentences, table
+from rlsp.report.suite_arms import Arm, read_arm
+from rlsp.report.suite_folders import find_runs
+from rlsp.report.suite_page import Suite, write_suite
+from rlsp.report.suite_pairs import UnlikePairError, pair
+
+_FAILED, _NOT_PASSED = 1, 3
+_EPILOG = """Every run is verified first: a damaged one is refused, and nothing is written. Jobs of a sweep
+that left no run are named as left out. A pair must have code, data, processor, packages, layouts, device and
+configuration in common, but for name, routes, old policy, correction and the number of rollouts.
 
 exit status:
   0  published, every arm PASS
   1  a folder is damaged or the output cannot be written
-  2  no run there
+  2  a folder without a run, arms of one name, a pair that is none, or the answer cannot be printed
   3  published, but an arm's verdict is not PASS
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Publish what the command line names; return the exit status."""
+    return answer("rlsp-publish", partial(_answer, arguments))
+
+
+def _answer(arguments: Sequence[str] | None, console: Console) -> int:
+    chosen = _parser().parse_args(arguments)
+    try:
+        suite = _suite(chosen)
+        names = write_suite(chosen.out, suite)
+    except EvidenceError as error:
+        complain(f"rlsp-publish: {error}")
+        return _FAILED
+    except (_RefusedError, UnlikePairError) as error:
+        complain(f"rlsp-publish: {error}")
+        return UNUSABLE
+    lines = [
+        table(suite.arms),
+        *sentences(suite.arms, suite.pairs),
+        *(f"left out: {line}" for line in suite.left_out),
+        f"wrote {', '.join(names)} to {chosen.out}",
+    ]
+    console.file.write("".join(f"{line}\n" for line in lines))
+    return 0 if passed(suite.arms) else _NOT_PASSED
+
+
+class _RefusedError(ValueError):
+    """The command line names what cannot be published; the message says why."""
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlsp-publish",
         description="Put the arms of a suite side by side: table, figures, commands.",
@@ -43,43 +80,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="A,B",
         help="two arms by name, to be compared rollout by rollout (B against A); may be given again",
     )
-    chosen = parser.parse_args(arguments)
-    folders = [run for folder in chosen.folders for run in _runs(folder)]
-    if not folders:
-        print("rlsp-publish: no run folder there", file=sys.stderr)
-        return _USAGE
-    try:
-        arms = [read_arm(folder) for folder in folders]
-        pairs = [pair(*_named(arms, text)) for text in chosen.pair]
-        names = write_suite(chosen.out, chosen.title, arms, pairs)
-    except EvidenceError as error:
-        print(f"rlsp-publish: {error}", file=sys.stderr)
-        return 1
-    except _UnknownPairError as error:
-        print(f"rlsp-publish: {error}", file=sys.stderr)
-        return _USAGE
-    print(table(arms))
-    print("\n".join(sentences(arms, pairs)))
-    print(f"wrote {', '.join(names)} to {chosen.out}")
-    return 0 if passed(arms) else 3
+    return parser
 
 
-class _UnknownPairError(ValueError):
-    """A pair names no two arms."""
+def _suite(chosen: argparse.Namespace) -> Suite:
+    """Read every run that the command line names.
 
-
-def _runs(folder: Path) -> Iterator[Path]:
-    """List a run folder, or the run folders in a sweep's, in the order of their numbers."""
-    if is_run_folder(folder):
-        yield folder
-    elif folder.is_dir():
-        jobs = [entry for entry in folder.iterdir() if entry.is_dir() and is_run_folder(entry)]
-        yield from sorted(jobs, key=lambda job: (len(job.name), job.name))
+    Raises:
+        EvidenceError: A folder is damaged.
+        UnlikePairError: Two arms cannot be compared.
+        _RefusedError: A folder holds no run, two arms have one name, or a pair names no two arms.
+    """
+    found = {folder: find_runs(folder) for folder in chosen.folders}
+    if empty := [str(folder) for folder, inside in found.items() if not inside.runs]:
+        raise _RefusedError(f"no run folder there: {', '.join(empty)}")
+    arms = tuple(read_arm(run) for inside in found.values() for run in inside.runs)
+    if names := doubled(arms):
+        raise _RefusedError(f"several arms are named {', '.join(names)}: legal: one run a name")
+    return Suite(
+        title=chosen.title,
+        arms=arms,
+        pairs=tuple(pair(*_named(arms, text)) for text in chosen.pair),
+        left_out=tuple(line for inside in found.values() for line in inside.left_out),
+    )
 
 
 def _named(arms: Sequence[Arm], text: str) -> tuple[Arm, Arm]:
     by_name = {arm.name: arm for arm in arms}
     names = text.split(",")
     if len(names) != 2 or not set(names) <= by_name.keys():
-        raise _UnknownPairError(f"--pair {text}: legal: two of {', '.join(by_name)}")
+        raise _RefusedError(f"--pair {text}: legal: two of {', '.join(by_name)}")
     return by_name[names[0]], by_name[names[1]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

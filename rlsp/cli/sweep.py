@@ -6,26 +6,24 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hydra.core.utils import JobReturn
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from rlsp.cli.compose import Composer
-from rlsp.cli.folders import await_owner, made, refusing, taken_sweep
+from rlsp.cli.folders import await_owner, is_taken, made, refusing, taken_sweep
 from rlsp.cli.jobs import PlannedJob, announcement, plan_jobs
+from rlsp.cli.launchers import HERE, JOBLIB, Submitted, noted_submissions
 from rlsp.cli.refusal import COMPOSITION_ERRORS, RefusalError, first_line
-from rlsp.cli.statuses import CRASHED, FAILED, REFUSED, worst
 from rlsp.cli.sweep_table import show
 from rlsp.ending import Abort, conclude
 from rlsp.report.files import VERDICT_NAME, EvidenceError
+from rlsp.report.statuses import CRASHED, FAILED, REFUSED, worst
 from rlsp.report.sweep import JobOutcome, SweepSummary, summarise
 from rlsp.report.verdict import Judgement, VerdictDocument
 
-_PLUGINS = "hydra_plugins.hydra_{0}_launcher.{0}_launcher.{1}".format
-_BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
-_JOBLIB = _PLUGINS("joblib", "JoblibLauncher")
-_HERE = (_BASIC, _JOBLIB, _PLUGINS("submitit", "LocalLauncher"))
-
+# What joblib's plugin has where nobody says anything: one job a processor.
+_JOBLIB_DEFAULT = -1
 # What a launcher that was broken off needs to end its jobs: they stop their ranks, and seal.
 _OWNER_LIMIT_S = 15.0
 
@@ -51,14 +49,14 @@ class Sweep:
         self._dir = sweep_dir
         try:
             master = composer.compose(self._overrides, RunMode.MULTIRUN)
-            # The plugin's own default is one job a processor. Each job's ranks want every core already, and
-            # what runs out of time on a crowded machine is aborted.
-            if master.hydra.launcher._target_ == _JOBLIB and not self._states("hydra.launcher.n_jobs"):
+            # Each job's ranks want every core already: what runs out of time on a crowded machine is aborted.
+            if _is_crowded(master.hydra.launcher) and not self._states("hydra.launcher.n_jobs"):
                 self._overrides.append("hydra.launcher.n_jobs=1")
                 master = composer.compose(self._overrides, RunMode.MULTIRUN)
         except COMPOSITION_ERRORS as error:
             raise RefusalError([first_line(error)]) from error
-        self._plan = plan_jobs(composer, master, sweep_dir, here=master.hydra.launcher._target_ in _HERE)
+        self._launcher = str(master.hydra.launcher._target_)
+        self._plan = plan_jobs(composer, master, sweep_dir, here=self._launcher in HERE)
 
     def announcement(self) -> list[str]:
         """Say which jobs will be refused and why, one line a reason."""
@@ -75,18 +73,19 @@ class Sweep:
             statuses: tuple[int, ...] = ()
             returned: list[JobReturn] = []
             try:
-                returned = self._launch(task)
+                with noted_submissions(self._launcher) as submitted:
+                    try:
+                        returned = self._launch(task)
+                    except Exception as error:
+                        statuses = (CRASHED,)
+                        returned = self._others(submitted, error)
+                outcomes = self._outcomes(returned, None)
             except KeyboardInterrupt:
                 if not self._begun():
                     raise
                 print("rlsp: interrupted", file=sys.stderr)
                 statuses = (CRASHED,)
-            except Exception as error:
-                if not self._begun():
-                    raise RefusalError([first_line(error)]) from error
-                print(f"rlsp: the sweep broke off: {type(error).__name__}: {error}", file=sys.stderr)
-                statuses = (CRASHED,)
-            outcomes = self._outcomes(returned)
+                outcomes = self._outcomes(returned, _OWNER_LIMIT_S)
             return worst([*statuses, *_known(outcomes), *self._conclude(outcomes)])
 
     def _states(self, key: str) -> bool:
@@ -98,16 +97,37 @@ class Sweep:
         )
         return [job for batch in batches for job in batch]
 
+    def _others(self, submitted: Submitted, error: Exception) -> list[JobReturn]:
+        """Wait for the jobs that go on after the launcher gave up, and return what came back from them.
+
+        Raises:
+            RefusalError: Nothing was started.
+        """
+        said = f"rlsp: the sweep broke off: {type(error).__name__}: {error}"
+        if submitted.jobs:
+            print(f"{said}\nrlsp: waiting for the other jobs", file=sys.stderr)
+            return submitted.returned()
+        if not self._begun():
+            raise RefusalError([first_line(error)]) from error
+        print(said, file=sys.stderr)
+        return []
+
     def _begun(self) -> bool:
         """Tell whether any job left something in the sweep's folder."""
         return any(job.run_dir.is_dir() and any(job.run_dir.iterdir()) for job in self._plan)
 
-    def _outcomes(self, returned: Sequence[JobReturn]) -> list[JobOutcome]:
-        """Tell what became of each job: what it returned, or else what its folder says."""
-        said = {outcome.number: outcome for outcome in map(_outcome, returned)}
+    def _outcomes(self, returned: Sequence[JobReturn], limit_s: float | None) -> list[JobOutcome]:
+        """Tell what became of each job: what it returned, or else what its folder says.
+
+        Args:
+            returned: What came back.
+            limit_s: How long to wait for each job that goes on, seconds; None: until it ends.
+        """
+        whole = [job for job in returned if job.status is JobStatus.COMPLETED]
+        said = {outcome.number: outcome for outcome in map(_outcome, whole)}
         planned = {job.number: job for job in self._plan}
         return [
-            said[number] if number in said else _found(planned[number])
+            said[number] if number in said else _found(planned[number], limit_s)
             for number in sorted({*said, *planned})
         ]
 
@@ -128,6 +148,10 @@ class Sweep:
         return (FAILED,) if summary.disagrees else ()
 
 
+def _is_crowded(launcher: DictConfig) -> bool:
+    return bool(launcher._target_ == JOBLIB and launcher.n_jobs == _JOBLIB_DEFAULT)
+
+
 def _outcome(job: JobReturn) -> JobOutcome:
     assert job.hydra_cfg is not None
     hydra = job.hydra_cfg.hydra
@@ -135,11 +159,11 @@ def _outcome(job: JobReturn) -> JobOutcome:
     return JobOutcome(int(hydra.job.num), tuple(job.overrides or ()), status, run_dir)
 
 
-def _found(job: PlannedJob) -> JobOutcome:
+def _found(job: PlannedJob, limit_s: float | None) -> JobOutcome:
     """Read how a job ended that did not come back: sealed, cut off, refused, never started, not at all."""
     status: int | None = REFUSED if job.refusal else None
-    if not job.refusal and job.run_dir.is_dir() and any(job.run_dir.iterdir()):
-        if await_owner(job.run_dir, _OWNER_LIMIT_S):
+    if not job.refusal and is_taken(job.run_dir):
+        if await_owner(job.run_dir, limit_s):
             status = _sealed(job.run_dir)
         else:
             print(f"rlsp: job {job.number} goes on; {job.run_dir} will say how it ends", file=sys.stderr)

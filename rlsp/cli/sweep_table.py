@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlsp.layout import layout_word
 from rlsp.report.files import canonical_json, sha256_bytes
 from rlsp.report.sweep import SweepJob, SweepSummary
 
@@ -63,7 +64,7 @@ def _row(job: SweepJob, common: set[str]) -> tuple[str | Text, ...]:
         str(job.number),
         Text(_end(job), style=_STATUSES.get(job.status, "red")),
         Text(" ".join(text for text in job.overrides if text not in common)),
-        "_".join(f"{axis}{layout[axis]}" for axis in ("cp", "tp", "sp", "dp")) if layout else "",
+        layout_word(**layout) if layout else "",
         f"{rollout['engines']} × tp{rollout['tp']}" if rollout else "",
         _number(job.active_tokens),
         _number(job.mismatched_tokens),
@@ -75,6 +76,8 @@ def _row(job: SweepJob, common: set[str]) -> tuple[str | Text, ...]:
 
 def _end(job: SweepJob) -> str:
     """Say how a job ended: its verdict, or what its status means where it has none."""
+    if job.status is None and job.folder is not None:
+        return "goes on"
     return job.verdict.value if job.verdict is not None else _LEFT_OUT.get(job.status, str(job.status))
 
 

@@ -101,6 +101,7 @@ def _plain_sweep(sweep: SweepVerification) -> dict[str, Any]:
         "groups": list(sweep.sentences),
         "disagrees": sweep.disagrees,
         "damage": list(sweep.damage),
+        "notes": list(sweep.notes),
         "exit_status": sweep.exit_status,
     }
 
@@ -131,6 +132,7 @@ def _show_sweep(sweep: SweepVerification, name: str, console: Console) -> None:
         table.add_row(*_job_row(job))
     console.print(table)
     _lines(console, sweep.sentences, "red" if sweep.disagrees else "")
+    _lines(console, (f"note: {line}" for line in sweep.notes), "dim")
     _lines(console, (f"damaged: {line}" for line in sweep.damage), "red")
     status = sweep.exit_status
     word = "DAMAGED" if sweep.is_damaged else _ENDS[status]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlsp.config.checks import SMALL_PRODUCT, violations
-from rlsp.config.job import Job
+from rlsp.config.job import JOB_PATH, Job
 from rlsp.config.plain import leaf_kinds, legal_text, to_plain, unknown_key
 from rlsp.config.rules import ConfigError, Violation
 from rlsp.config.schema import (
@@ -31,6 +31,7 @@ from rlsp.config.schema import (
 )
 
 __all__ = [
+    "JOB_PATH",
     "SCHEMA_NAME",
     "SMALL_PRODUCT",
     "Config",

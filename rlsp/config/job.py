@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from rlsp.config.plain import read_plain, to_plain
 from rlsp.config.schema import Config
 
+JOB_PATH = ".hydra/job.json"
+"""Where a run folder keeps its job."""
+
 
 @dataclass(frozen=True)
 class Job:

@@ -55,15 +55,15 @@ def refusals(a: Manifest, b: Manifest) -> tuple[str, ...]:
         )
     found = list(_contract(a.startup, b.startup))
     for what, of in (("data", "data_hash"), ("tokenizer", "tokenizer_hash")):
-        found += _unequal(what, getattr(a.startup, of), getattr(b.startup, of))
+        found += unequal(what, getattr(a.startup, of), getattr(b.startup, of))
     for key in sorted(a.seeds.keys() | b.seeds.keys()):
-        found += _unequal("seed" if key == "seed" else f"seed {key}", a.seeds.get(key), b.seeds.get(key))
+        found += unequal("seed" if key == "seed" else f"seed {key}", a.seeds.get(key), b.seeds.get(key))
     named = set(a.startup.contract) | set(a.seeds)
     mine, other = result_keys(a.config), result_keys(b.config)
     for key in sorted(mine.keys() | other.keys()):
         # What the contract or the seeds hold as well was named there.
         if key != LENGTH_KEY and not (found and key.rpartition(".")[2] in named):
-            found += _unequal(f"configuration {key}", mine.get(key), other.get(key))
+            found += unequal(f"configuration {key}", mine.get(key), other.get(key))
     return tuple(found)
 
 
@@ -78,16 +78,22 @@ def notes(a: Manifest, b: Manifest) -> tuple[str, ...]:
     planned = [run.config.get(LENGTH_KEY) for run in (a, b)]
     if planned[0] != planned[1]:
         found.append(f"{LENGTH_KEY} is {planned[0]} against {planned[1]}: the common rollouts are compared")
-    found += _unequal("code", a.code.source_hash, b.code.source_hash)
+    found += unequal("code", a.code.source_hash, b.code.source_hash)
     for package in _PACKAGES:
-        found += _unequal(f"package {package}", a.packages.get(package), b.packages.get(package))
-    found += _unequal("processor", a.hardware.cpu, b.hardware.cpu)
+        found += unequal(f"package {package}", a.packages.get(package), b.packages.get(package))
+    found += unequal("processor", a.hardware.cpu, b.hardware.cpu)
     if a.startup is not None and b.startup is not None:
         for what in ("kernels", "paths"):
             mine, other = getattr(a.startup, what), getattr(b.startup, what)
             for key in sorted(mine.keys() | other.keys()):
-                found += _unequal(f"{what}: {key}", mine.get(key), other.get(key))
+                found += unequal(f"{what}: {key}", mine.get(key), other.get(key))
     return tuple(found[:_SHOWN] + ([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []))
+
+
+def unequal(what: str, a: object, b: object) -> Iterator[str]:
+    """Yield one line where two values differ: what differs, and both of them."""
+    if a != b:
+        yield f"{what} is {_text(a)} against {_text(b)}"
 
 
 def _contract(a: StartupFacts, b: StartupFacts) -> Iterator[str]:
@@ -97,14 +103,9 @@ def _contract(a: StartupFacts, b: StartupFacts) -> Iterator[str]:
         k for k in a.contract.keys() | b.contract.keys() if a.contract.get(k) != b.contract.get(k)
     )
     for field in fields:
-        yield from _unequal(f"contract {field}", a.contract.get(field), b.contract.get(field))
+        yield from unequal(f"contract {field}", a.contract.get(field), b.contract.get(field))
     if not fields:
-        yield from _unequal("contract", a.contract_hash, b.contract_hash)
-
-
-def _unequal(what: str, a: object, b: object) -> Iterator[str]:
-    if a != b:
-        yield f"{what} is {_text(a)} against {_text(b)}"
+        yield from unequal("contract", a.contract_hash, b.contract_hash)
 
 
 def _text(value: object) -> str:

@@ -8,16 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from rlsp.config import ConfigError, Job, violations
+from rlsp.config import JOB_PATH, ConfigError, Job, violations
 from rlsp.report import tensors as tensor_file
-from rlsp.report.files import EvidenceError
+from rlsp.report.files import EvidenceError, read_regular
 from rlsp.report.manifest import MANIFEST_NAME, Manifest
 from rlsp.report.provenance import package_versions, source_hash
 from rlsp.report.recorder import CONSISTENCY_NAME
 from rlsp.report.records import ConsistencyReport, RolloutRecord
 from rlsp.report.verdict import verify
-
-JOB_NAME = ".hydra/job.json"
 
 # What kernels and modules come from: other versions may compute other bits.
 _PACKAGES = ("torch", "megatron-core", "numpy")
@@ -67,15 +65,15 @@ def choose(run_dir: Path, rollout: int | None, sample: int | None) -> Choice:
 
 def _job(run_dir: Path) -> Job:
     try:
-        job = Job.from_json((run_dir / JOB_NAME).read_text())
+        job = Job.from_json(read_regular(run_dir / JOB_PATH).decode())
     except OSError as error:
-        raise RefusedError(f"{JOB_NAME} cannot be read: {error.strerror or error}") from error
+        raise RefusedError(f"{JOB_PATH} cannot be read: {error.strerror or error}") from error
     except ConfigError as error:
-        raise RefusedError(f"{JOB_NAME} is no job of this version: {error}") from error
+        raise RefusedError(f"{JOB_PATH} is no job of this version: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise RefusedError(f"{JOB_NAME} is damaged: {error}") from error
+        raise RefusedError(f"{JOB_PATH} is damaged: {error}") from error
     if found := violations(job.config):
-        raise RefusedError(f"{JOB_NAME}: " + "; ".join(map(str, found)))
+        raise RefusedError(f"{JOB_PATH}: " + "; ".join(map(str, found)))
     return job
 
 

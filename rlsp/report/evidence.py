@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
+from rlsp.config import JOB_PATH
 from rlsp.report import tensors as tensor_file
 from rlsp.report.consistency import ConsistencyReport, RolloutRecord, TokenEvidence, measure, total
 from rlsp.report.contradictions import (
@@ -30,7 +31,6 @@ from rlsp.report.metrics import STEP
 from rlsp.report.planned import Planned
 from rlsp.report.recorder import CONSISTENCY_NAME, METRICS_NAME, parse_row, whole_rows
 
-JOB_PATH = ".hydra/job.json"
 _INDEX_DIGITS = 19
 
 

@@ -137,6 +137,16 @@ def json_safe(value: Any) -> Any:
     return value
 
 
+def as_number(value: object) -> float | None:
+    """Read a number back that `json_safe` may have written as a string; None for what is no number."""
+    if isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity"):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    return None
+
+
 def canonical_json(value: Any) -> bytes:
     """Encode `value` in the one form that is hashed: sorted keys, no blanks, ASCII, no bare NaN."""
     return json.dumps(json_safe(value), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

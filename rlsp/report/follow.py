@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlsp.report.files import EvidenceError
+from rlsp.report.files import EvidenceError, open_regular
 from rlsp.report.metrics import STEP
 from rlsp.report.recorder import METRICS_NAME, parse_row
 
@@ -30,7 +30,7 @@ class Follower:
             EvidenceError: A complete line is no row.
         """
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 if file.seek(0, 2) < self._offset:
                     # A resumed run took rows back; what was handed out is known by its index.
                     self._offset = 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlsp.config import Job, TrackerMode, to_plain
+from rlsp.layout import layout_word
 from rlsp.report.files import VERDICT_NAME, json_safe, sha256_file
 from rlsp.report.follow import Follower
 from rlsp.report.manifest import MANIFEST_NAME, Manifest
@@ -197,10 +198,8 @@ def _staged_inside(folder: Path) -> Iterator[None]:
 
 
 def _layout(job: Job) -> str:
-    parallel = job.config.parallel
-    return f"cp{parallel.cp}_tp{parallel.tp}_sp{parallel.sp}" + (
-        f"_dp{parallel.dp}" if parallel.dp > 1 else ""
-    )
+    at = job.config.parallel
+    return layout_word(cp=at.cp, tp=at.tp, sp=at.sp, dp=at.dp)
 
 
 def _name(job: Job) -> str:

@@ -194,16 +194,20 @@ def _sequence_ess(sums: MismatchSums) -> float:
 
 
 def _correlation(tokens: int, sums: MismatchSums) -> float:
-    """Return Pearson's correlation of both sides' probabilities."""
+    """Return Pearson's correlation of both sides' probabilities; NaN where there is none."""
     p, q = sums.rollout_probability, sums.train_probability
     pp, qq, pq = (
         sums.rollout_probability_squared,
         sums.train_probability_squared,
         sums.probability_product,
     )
+    if not all(map(math.isfinite, (p, q, pp, qq, pq))):
+        return math.nan
     if p == q and pp == qq == pq:
         return 1.0
     rollout, train = tokens * pp - p * p, tokens * qq - q * q
     if rollout <= max(_LEAST_VARIANCE * tokens * pp, 0.0) or train <= max(_LEAST_VARIANCE * tokens * qq, 0.0):
         return math.nan
-    return min(1.0, max(-1.0, (tokens * pq - p * q) / (math.sqrt(rollout) * math.sqrt(train))))
+    found = (tokens * pq - p * q) / (math.sqrt(rollout) * math.sqrt(train))
+    # The smaller of a number and NaN is whichever stands first.
+    return math.nan if math.isnan(found) else min(1.0, max(-1.0, found))

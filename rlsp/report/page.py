@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from xml.etree.ElementTree import Element
 
+from rlsp.layout import layout_word
 from rlsp.report.evidence import RunEvidence
 from rlsp.report.files import EvidenceError, write_atomically
 from rlsp.report.findings import GateResult, Verdict
@@ -144,7 +145,7 @@ def _summary(source: Source) -> Element:
         figures["mismatched rows"] = str(sum(one.mismatched_rows for one in compared))
     if manifest is not None:
         at = manifest.layout
-        figures["layout"] = f"cp{at.cp}_tp{at.tp}_sp{at.sp}_dp{at.dp}"
+        figures["layout"] = layout_word(cp=at.cp, tp=at.tp, sp=at.sp, dp=at.dp)
         figures["time"] = elapsed(manifest)
     pairs = (node("div", node("dt", name), node("dd", value)) for name, value in figures.items())
     return node("dl", *pairs, class_="summary")

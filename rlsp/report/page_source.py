@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from rlsp.report.evidence import RunEvidence
-from rlsp.report.files import EvidenceError
+from rlsp.report.files import EvidenceError, as_number, open_regular
 from rlsp.report.findings import GateResult, Verdict
 from rlsp.report.metrics import STEP
 from rlsp.report.page_plot import Point
@@ -83,10 +83,11 @@ def read_source(
 def _ranks(path: Path) -> str:
     """Read how the ranks ended, without the reason before it; a log is no evidence, so it may be missing."""
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return file.read(_LONGEST_LOG).partition("\n")[2].rstrip()
+        with open_regular(path) as file:
+            text = file.read(_LONGEST_LOG).decode(errors="replace")
     except OSError:
         return ""
+    return text.partition("\n")[2].rstrip()
 
 
 def _by_name(rows: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Point, ...]]:
@@ -96,17 +97,7 @@ def _by_name(rows: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Point, ...]]:
         if not isinstance(rollout, int) or not 0 <= rollout <= _LAST_ROLLOUT:
             continue  # the evidence gate names such a row
         for name, said in row.items():
-            value = _number(said)
+            value = as_number(said)
             if name != STEP and value is not None:
                 found.setdefault(name, {})[rollout] = value
     return {name: tuple(sorted(values.items())) for name, values in found.items()}
-
-
-def _number(said: object) -> float | None:
-    """Read a metric's value; non-finite ones stand in the file as strings."""
-    if isinstance(said, int | float) or said in ("NaN", "Infinity", "-Infinity"):
-        try:
-            return float(said)
-        except OverflowError:
-            return float("inf")
-    return None

@@ -4,28 +4,53 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from xml.etree.ElementTree import tostring
 
-from rlsp.report.files import json_safe, write_atomically
+from rlsp.report.files import EvidenceError, json_safe, write_atomically
 from rlsp.report.page_elements import style
 from rlsp.report.page_plot import HEIGHT, WIDTH, Series, lines
-from rlsp.report.suite import Arm, Pair, identity, plain, sentences, table
+from rlsp.report.suite import circumstances, identity, plain, sentences, table
+from rlsp.report.suite_arms import Arm
+from rlsp.report.suite_pairs import Pair
 
 _STYLES = 4  # as many lines as a plot tells apart
+_SMOOTHED_ABOVE = 20  # rollouts; a shorter line is shown as it is
 
 
-def write_suite(folder: Path, title: str, arms: Sequence[Arm], pairs: Sequence[Pair]) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class Suite:
+    """What is published.
+
+    Attributes:
+        title: The page's heading.
+        arms: The arms, in order.
+        pairs: Those of them that are compared with each other.
+        left_out: Jobs of the sweeps that have no run to show, one line each.
+    """
+
+    title: str
+    arms: tuple[Arm, ...]
+    pairs: tuple[Pair, ...]
+    left_out: tuple[str, ...]
+
+
+def write_suite(folder: Path, suite: Suite) -> tuple[str, ...]:
     """Write README.md, table.json and the figures into `folder`, and return their names.
 
     Raises:
-        EvidenceError: A file cannot be written.
+        EvidenceError: The folder or a file cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    figures = _figures(arms)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EvidenceError(f"cannot write {folder}: {error.strerror or error}") from error
+    figures = _figures(suite.arms)
+    data = {**plain(suite.arms, suite.pairs), "left_out": list(suite.left_out)}
     files = {
-        "README.md": _readme(title, arms, pairs, figures).encode(),
-        "table.json": json.dumps(json_safe(plain(arms, pairs)), indent=2, sort_keys=True).encode() + b"\n",
+        "README.md": _readme(suite, figures).encode(errors="backslashreplace"),
+        "table.json": json.dumps(json_safe(data), indent=2, sort_keys=True).encode() + b"\n",
         **{name: drawn for name, (_, drawn) in figures.items()},
     }
     for name, content in files.items():
@@ -33,13 +58,12 @@ def write_suite(folder: Path, title: str, arms: Sequence[Arm], pairs: Sequence[P
     return tuple(files)
 
 
-def _readme(
-    title: str, arms: Sequence[Arm], pairs: Sequence[Pair], figures: dict[str, tuple[str, bytes]]
-) -> str:
+def _readme(suite: Suite, figures: dict[str, tuple[str, bytes]]) -> str:
+    arms = suite.arms
     commands = dict.fromkeys(arm.command for arm in arms)
     return "\n".join(
         [
-            f"# {title}",
+            f"# {suite.title}",
             "",
             "Made by `rlsp-publish` from the runs' own sealed files, each verified first "
             f"(runs {identity(arms)}). The commands:",
@@ -47,7 +71,12 @@ def _readme(
             *(f"    {command}" for command in commands),
             "",
             table(arms),
-            *(f"- {sentence}" for sentence in sentences(arms, pairs)),
+            *(f"- {sentence}" for sentence in sentences(arms, suite.pairs)),
+            *(f"- Left out: {line}." for line in suite.left_out),
+            "",
+            "What ran, and where:",
+            "",
+            *(f"- {sentence}" for sentence in circumstances(arms)),
             "",
             *(f"![{caption}]({name})\n\n{caption}\n" for name, (caption, _) in figures.items()),
         ]
@@ -59,16 +88,22 @@ def _figures(arms: Sequence[Arm]) -> dict[str, tuple[str, bytes]]:
     longest = max(arm.rollouts for arm in arms)
     shown = [arm for arm in arms if arm.rollouts == longest][:_STYLES]
     found = {}
-    for name, metric, unit, what in (
-        ("mismatched", "consistency/mismatched_tokens", "tokens", "tokens whose log-probabilities differ"),
-        ("max_abs", "consistency/max_abs", "nats", "largest difference of two log-probabilities"),
-        ("reward", "reward/mean", "reward", "mean reward, means of ten rollouts"),
-        ("seconds", "time/total_s", "seconds", "seconds a rollout with its update, means of ten rollouts"),
+    for name, metric, unit, what, noisy in (
+        (
+            "mismatched",
+            "consistency/mismatched_tokens",
+            "tokens",
+            "tokens whose log-probabilities differ",
+            False,
+        ),
+        ("max_abs", "consistency/max_abs", "nats", "largest difference of two log-probabilities", False),
+        ("reward", "reward/mean", "reward", "mean reward", True),
+        ("seconds", "time/total_s", "seconds", "seconds a rollout with its update", True),
     ):
-        series = [arm.series(metric) for arm in shown]
-        if "means of ten" in what and longest > 20:
-            series = [_smooth(one) for one in series]
-        caption = f"{what[0].upper()}{what[1:]}: {', '.join(arm.name for arm in shown)}"
+        series, how = [arm.series(metric) for arm in shown], ""
+        if noisy and longest > _SMOOTHED_ABOVE:
+            series, how = [_smooth(one) for one in series], ", means of ten rollouts"
+        caption = f"{what[0].upper()}{what[1:]}{how}: {', '.join(arm.name for arm in shown)}"
         found[f"{name}.svg"] = (caption, _svg(series, unit, caption))
     return found
 

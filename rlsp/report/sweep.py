@@ -16,10 +16,10 @@ from rlsp.report.findings import Verdict
 from rlsp.report.manifest import MANIFEST_NAME, Manifest, Status
 from rlsp.report.recorder import CONSISTENCY_NAME
 from rlsp.report.records import ConsistencyReport, float64_bits
-from rlsp.report.verdict import VerdictDocument
+from rlsp.report.statuses import REFUSED
+from rlsp.report.verdict import VerdictDocument, is_run_folder
 
 SWEEP_NAME = "sweep.json"
-_REFUSED = 2
 AnyDocument = TypeVar("AnyDocument", bound=Document)
 
 
@@ -30,7 +30,8 @@ class JobOutcome:
     Attributes:
         number: Its number in the sweep.
         overrides: Its overrides, swept ones included.
-        status: Its exit status; 2 for a job that was refused, None for one that was never started.
+        status: Its exit status; 2 for a job that was refused, None for one that was never started, or
+            that goes on without the sweep.
         run_dir: Where its run folder is, if it ran: whatever lies there otherwise is not this job's.
     """
 
@@ -41,7 +42,7 @@ class JobOutcome:
 
 
 class SweepJob(Document):
-    """One job; what its folder does not say is None, and `status` is where the job was never started.
+    """One job; what its folder does not say is None, and so is `status` where the job was not seen to end.
 
     `complete` tells whether every rollout that was planned is recorded; only such jobs are compared with each
     other. `gradient_norm_bits` has one float64 an update, 16 hex digits each. `result_hash` is equal for jobs
@@ -127,7 +128,7 @@ def compose_summary(sweep_dir: Path, outcomes: Sequence[JobOutcome]) -> SweepSum
 def _job(sweep_dir: Path, outcome: JobOutcome) -> tuple[SweepJob, Mapping[str, Any]]:
     """Return a job and its composed config, which is empty where nothing says it."""
     folder = outcome.run_dir
-    ran = outcome.status not in (None, _REFUSED)
+    ran = outcome.status not in (None, REFUSED)
     manifest = _read(Manifest, folder / MANIFEST_NAME) if ran else None
     report = _read(ConsistencyReport, folder / CONSISTENCY_NAME) if ran else None
     seal = _read(VerdictDocument, folder / VERDICT_NAME) if ran else None
@@ -138,7 +139,7 @@ def _job(sweep_dir: Path, outcome: JobOutcome) -> tuple[SweepJob, Mapping[str, A
         number=outcome.number,
         overrides=outcome.overrides,
         status=outcome.status,
-        folder=_relative(folder, sweep_dir) if ran and folder.is_dir() else None,
+        folder=_relative(folder, sweep_dir) if _is_there(outcome) else None,
         run_id=manifest.run_id if manifest else None,
         verdict=seal.verdict if seal else None,
         layout=manifest.layout.model_dump(exclude={"table"}) if manifest else None,
@@ -154,6 +155,13 @@ def _job(sweep_dir: Path, outcome: JobOutcome) -> tuple[SweepJob, Mapping[str, A
         result_hash=result_hash(config) if manifest else None,
     )
     return job, config
+
+
+def _is_there(outcome: JobOutcome) -> bool:
+    """Tell whether a job has a folder; one that was not seen to end may go on in it."""
+    if outcome.status is None:
+        return is_run_folder(outcome.run_dir)
+    return outcome.status != REFUSED and outcome.run_dir.is_dir()
 
 
 def _is_complete(manifest: Manifest | None, report: ConsistencyReport | None) -> bool:

@@ -25,9 +25,15 @@ from rlsp.report.manifest import MANIFEST_NAME, Manifest, Status
 from rlsp.report.page import write_page
 from rlsp.report.provenance import source_hash
 from rlsp.report.recorder import CONSISTENCY_NAME
+from rlsp.report.statuses import CRASHED, FAILED, INCONCLUSIVE, PASSED
 
 _WEIGHT = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 1, Verdict.FAIL: 2}
-EXIT_STATUS = {Verdict.PASS: 0, Verdict.ABORTED: 1, Verdict.FAIL: 3, Verdict.INCONCLUSIVE: 4}
+EXIT_STATUS = {
+    Verdict.PASS: PASSED,
+    Verdict.ABORTED: CRASHED,
+    Verdict.FAIL: FAILED,
+    Verdict.INCONCLUSIVE: INCONCLUSIVE,
+}
 
 
 @dataclass(frozen=True)

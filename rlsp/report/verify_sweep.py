@@ -11,12 +11,12 @@ from rlsp.report.contradictions import words
 from rlsp.report.files import VERDICT_NAME, EvidenceError, shown
 from rlsp.report.findings import Verdict
 from rlsp.report.manifest import MANIFEST_NAME
+from rlsp.report.statuses import CRASHED, FAILED, REFUSED, worst
 from rlsp.report.sweep import SWEEP_NAME, JobOutcome, SweepJob, SweepSummary, compose_summary
 from rlsp.report.verdict import EXIT_STATUS, Verification, is_run_folder, verify
 
 _HYDRA_RECORD = "multirun.yaml"
-_WORST_FIRST = (1, 2, 3, 4, 0)
-_NO_FOLDER = (1, 2, None)  # None: an interrupted sweep never started it
+_NO_FOLDER = (CRASHED, REFUSED, None)  # None: an interrupted sweep never started it, or did not see it end
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,14 @@ class SweepVerification:
         sentences: Whether the jobs that must agree do, as their files give it now.
         disagrees: Whether jobs that promised the same bits did not end with them.
         damage: Where sweep.json and the jobs' own files differ; each job has its own damage besides.
+        notes: Jobs whose end the sweep did not see, and what their folders say of it.
     """
 
     jobs: tuple[JobVerification, ...]
     sentences: tuple[str, ...]
     disagrees: bool
     damage: tuple[str, ...]
+    notes: tuple[str, ...]
 
     @property
     def is_damaged(self) -> bool:
@@ -69,8 +71,7 @@ class SweepVerification:
         """Return 3 for damage, else the worst of the jobs, in the order 1, 2, 3, 4, 0."""
         if self.is_damaged:
             return EXIT_STATUS[Verdict.FAIL]
-        seen = {job.exit_status for job in self.jobs} | ({3} if self.disagrees else set())
-        return next((status for status in _WORST_FIRST if status in seen), 0)
+        return worst([*(job.exit_status for job in self.jobs), *([FAILED] if self.disagrees else [])])
 
 
 def is_sweep_folder(path: Path) -> bool:
@@ -105,7 +106,8 @@ def verify_sweep(sweep_dir: str | Path) -> SweepVerification:
             found = "; ".join(group.sentence for group in now.groups) or "no jobs that must agree"
             damage.append(f"{SWEEP_NAME}: its groups are not those that the jobs' files give: {found}")
     sentences = tuple(shown(group.sentence) for group in now.groups)
-    return SweepVerification(tuple(jobs), sentences, now.disagrees, tuple(map(shown, damage)))
+    notes = tuple(shown(note) for job in jobs for note in _notes(job))
+    return SweepVerification(tuple(jobs), sentences, now.disagrees, tuple(map(shown, damage)), notes)
 
 
 def _number(job: SweepJob | JobVerification) -> int:
@@ -134,14 +136,23 @@ def _unlisted(sweep_dir: Path, said: Sequence[SweepJob]) -> Iterator[JobVerifica
             yield JobVerification(None, shown(path.name), None, verify(path))
 
 
+def _notes(job: JobVerification) -> Iterable[str]:
+    """Say what became of a job that is listed and whose end the sweep did not see."""
+    if job.number is not None and job.recorded_status is None and job.verification is not None:
+        seal = job.verification.stored
+        what = f"{VERDICT_NAME} says {seal.verdict.value}" if seal else "it is not sealed"
+        yield f"job {job.number} had not ended when {SWEEP_NAME} was written; by now {what}"
+
+
 def _of_job(stored: SweepJob, found: SweepJob, job: JobVerification) -> Iterable[str]:
     """Yield where sweep.json says of a job what its folder does not."""
     if stored.folder is not None and job.verification is None:
         yield f"its folder {stored.folder} is missing or holds no run"
         return
+    unseen = {"folder"} if stored.status is None else set()  # it may have been made since
     for name in SweepJob.model_fields:
         said, now = getattr(stored, name), getattr(found, name)
-        if said != now:
+        if said != now and name not in unseen:
             yield f"{name} is {words(said)}, but its files give {words(now)}"
     if job.verification is None:
         if stored.status not in _NO_FOLDER:
@@ -150,8 +161,10 @@ def _of_job(stored: SweepJob, found: SweepJob, job: JobVerification) -> Iterable
     manifest, seal = job.verification.evidence.manifest, job.verification.stored
     if manifest is not None and manifest.overrides != stored.overrides:
         yield f"overrides is {words(stored.overrides)}, but {MANIFEST_NAME} says {words(manifest.overrides)}"
+    if stored.status is None:
+        return  # the sweep ended before the job did: see `_notes`
     # A launcher may crash after the seal: status 1 goes with every verdict.
-    legal = {1} if seal is None else {1, EXIT_STATUS[seal.verdict]}
+    legal = {CRASHED} if seal is None else {CRASHED, EXIT_STATUS[seal.verdict]}
     if stored.status not in legal:
         yield f"it ended with status {stored.status}, but {VERDICT_NAME} says " + (
             seal.verdict.value if seal else "nothing"

@@ -1,4 +1,4 @@
-"""Exit statuses of the `rlsp` command."""
+"""Exit statuses of the `rlsp` command, and which one stands for several."""
 
 from __future__ import annotations
 
