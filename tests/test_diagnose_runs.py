@@ -335,7 +335,7 @@ def test_a_run_of_a_gpu_is_refused_where_there_is_none(
     changed = Path(shutil.copytree(sealed, tmp_path / "run"))
     path = changed / JOB_PATH
     job = json.loads(path.read_text())
-    job["config"]["device"]["kind"] = "cuda"
+    job["config"]["device"].update(kind="cuda", backend="nccl")
     path.write_text(json.dumps(job))
     monkeypatch.setattr(machine, "_DEVICES", tmp_path)
     monkeypatch.setattr(command, "_replayed", raising(AssertionError("ranks were started")))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,8 @@ from command import Console
 
 from rlsp.cli import app, folders
 from rlsp.cli.compose import new_id
-from rlsp.cli.folders import pinned
+from rlsp.cli.folders import await_owner, is_taken, pinned, taken_run
+from rlsp.cli.refusal import RefusalError
 
 
 def test_two_runs_never_share_a_folder(rlsp_command: Console) -> None:
@@ -85,6 +89,46 @@ def test_of_two_commands_that_take_one_folder_at_once_one_is_refused(
     monkeypatch.setattr(folders, "require_free", overtaken_sweep)
     assert rlsp_command("-m", "seed=1,2", "hydra.sweep.dir=two") == 2
     assert (rlsp_command.folder / "two" / "multirun.yaml").read_text() == "theirs"
+
+
+def test_a_folder_that_looks_taken_has_an_owner_from_the_first_moment_on(
+    rlsp_command: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, write_record = Path.rename, app.write_record
+    owned: list[bool] = []
+
+    def renamed(path: Path, target: Path) -> Path:
+        assert not is_taken(target.parent)
+        found = rename(path, target)
+        owned.append(not await_owner(target.parent, 0.0))
+        return found
+
+    def written(run_dir: Path, *arguments: Any) -> None:
+        owned.append(not await_owner(run_dir, 0.0))
+        write_record(run_dir, *arguments)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(app, "write_record", written)
+    assert rlsp_command("hydra.run.dir=one") == 0
+    assert owned == [True, True]
+    assert await_owner(rlsp_command.folder / "one", 0.0)
+    assert {path.name for path in (rlsp_command.folder / "one").iterdir()} == {".hydra", "logs"}
+
+
+def test_of_many_that_take_one_folder_exactly_one_succeeds(tmp_path: Path) -> None:
+    start = threading.Barrier(8)
+
+    def take(_: int) -> bool:
+        start.wait()
+        try:
+            held.enter_context(taken_run(tmp_path))
+        except RefusalError:
+            return False
+        return True
+
+    with ExitStack() as held, ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(take, range(8))) == 1
+        assert [path.name for path in tmp_path.iterdir()] == ["logs"]
 
 
 @pytest.mark.parametrize("arguments", [(), ("-m", "seed=1,2")], ids=["run", "sweep"])
