@@ -25,8 +25,9 @@ from rlsp.rl.correction import Correction, importance_weights
 from rlsp.rl.optimizer import AdamW, Hyperparameters
 from rlsp.rl.rollout.dispatch import Rollouts
 from rlsp.rl.rollout.native import NativeEngine, Sampling, Sequence
-from rlsp.rl.task import CharacterTokenizer, Task, Tokenizer, build_task
+from rlsp.rl.task import CharacterTokenizer, Task, Tokenizer
 from rlsp.rl.update import Objective, Step, Trainer
+from rlsp.task import task_of
 
 
 def run_rank(job: Job, place: Place) -> None:
@@ -46,10 +47,9 @@ def live(job: Job, place: Place) -> None:
 def _live(job: Job, place: Place) -> None:
     config, board = job.config, place.board
     mesh = mesh_of(config, place)
+    tokenizer, task = _open_task(config, place)
     board.phase("certifying kernels and building the model")
     models = assemble(config, mesh, device_of(config, place))
-    tokenizer = CharacterTokenizer()
-    task = task_of(config, tokenizer)
     _announce(job, models, mesh, task, tokenizer)
     trainer = trainer_of(config, models, mesh)
     rollouts = rollouts_of(config, models, mesh, tokenizer)
@@ -93,6 +93,13 @@ def _live(job: Job, place: Place) -> None:
         )
         diagnostics.look(Record(index, sequences, sampling, batch, steps[0].forward, digests[0], versions[1]))
     board.phase("done")
+
+
+def _open_task(config: Config, place: Place) -> tuple[CharacterTokenizer, Task]:
+    """Open the task first: what is wrong with its data is said before anything costs time."""
+    place.board.phase("opening the task")
+    tokenizer = CharacterTokenizer()
+    return tokenizer, task_of(config, tokenizer)
 
 
 def _announce(job: Job, models: Models, mesh: Mesh, task: Task, tokenizer: Tokenizer) -> None:
@@ -140,20 +147,8 @@ def join(config: Config, place: Place) -> None:
         )
 
 
-def task_of(config: Config, tokenizer: Tokenizer) -> Task:
-    """Build the task that a config asks for."""
-    return build_task(
-        config.task.kind.value,
-        tokenizer=tokenizer,
-        seed=config.seed,
-        max_operand=config.task.max_operand,
-        reward=config.task.reward,
-        response_limit=config.task.response_limit,
-    )
-
-
 def sequences_of(config: Config, task: Task, rollout: int) -> list[Sequence]:
-    """Return the rollout's sequences: every prompt's samples side by side; no prompt comes twice in a run."""
+    """Return the rollout's sequences: every prompt's samples side by side; no index comes twice in a run."""
     first = rollout * config.prompts_per_rollout
     prompts = [task.prompt(first + prompt) for prompt in range(config.prompts_per_rollout)]
     return [

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 
 from rlsp.config.plain import leaf_kinds, legal_text, rule_of
 from rlsp.config.rules import Violation
-from rlsp.config.schema import Config, CorrectionKind, DeviceKind
+from rlsp.config.schema import Config, CorrectionKind, DeviceKind, TaskKind
 
 SMALL_PRODUCT = 4096
 """A matrix product of M·N·K up to this is left to another kernel, with other bits (NUMERICS §1.1, rule 1)."""
@@ -223,6 +223,15 @@ CROSS_RULES = (
         ("correction.lower", "correction.upper"),
         lambda c: c.correction.lower < c.correction.upper,
         lambda c: f"a number of at least 0 and below correction.upper={c.correction.upper}",
+    ),
+    CrossRule(
+        ("task.path", "task.kind"),
+        lambda c: (c.task.path is not None) == (c.task.kind is TaskKind.jsonl),
+        lambda c: (
+            "a file of JSON lines (for task.kind=jsonl)"
+            if c.task.kind is TaskKind.jsonl
+            else f"null (task.kind={c.task.kind.name} reads no file)"
+        ),
     ),
     CrossRule(
         ("device.backend", "device.kind"),

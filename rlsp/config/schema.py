@@ -12,6 +12,7 @@ from rlsp.config.plain import read_plain, to_plain
 from rlsp.config.rules import (
     Count,
     Even,
+    FilePath,
     Fraction,
     Grace,
     GradLsb,
@@ -75,6 +76,25 @@ class TaskKind(Enum):
 
     arithmetic = "arithmetic"
     constant = "constant"
+    jsonl = "jsonl"
+
+
+class TaskOrder(Enum):
+    """In which order an epoch shows the rows of a file."""
+
+    shuffled = "shuffled"
+    file = "file"
+
+
+class ScorerKind(Enum):
+    """Where a response must have the answer; `exact` takes its first mark, else its last number."""
+
+    exact = "exact"
+    tag = "tag"
+    boxed = "boxed"
+    hashes = "hashes"
+    number = "number"
+    text = "text"
 
 
 class CorrectionKind(Enum):
@@ -191,12 +211,19 @@ class TaskConfig:
 
     max_operand bounds arithmetic's numbers, reward is what the constant task pays, response_limit (tokens)
     gives every prompt a limit of its own, drawn from 1 up to it (0 for one prompt in eight); null for none.
+    path is a file of JSON lines, prompt_key and label_key name fields of it (null: the usual names).
     """
 
     kind: TaskKind
     max_operand: Count
     reward: Reward
     response_limit: Tokens | None
+    path: FilePath | None
+    prompt_key: Label | None
+    label_key: Label | None
+    order: TaskOrder
+    scorer: ScorerKind
+    max_prompt_tokens: Tokens | None
 
 
 @dataclass(frozen=True)
