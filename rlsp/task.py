@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
-from rlsp.config import Config, TaskKind, TaskOrder, Violation
+import importlib.util
+import json
+import os
+import sys
+
+from rlsp.config import Config, TaskKind, TaskOrder, Violation, to_plain
+from rlsp.rl.reward import Apart, InPlace, Judge
 from rlsp.rl.task import CharacterTokenizer, LimitedTask, Task, Tokenizer, build_task
+from rlsp.rl.task.custom import make_custom
 from rlsp.rl.task.jsonl import check_first_rows, open_jsonl
 from rlsp.rl.task.scorer import ExactScorer, Scorer
 
 _FIRST_ROWS = 16
 """Rows that are looked at before anything starts; the others are met as the run comes to them."""
+
+
+_JUDGE = "import sys; sys.path[:] = {path!r}; from rlsp.judge import main; sys.exit(main())"
+_WAIT_SHARE = 0.9
+"""Of the longest wait for a collective, what rewards may take: a slow one's error is the first."""
+
+
+def open_task(config: Config) -> tuple[CharacterTokenizer, Task]:
+    """Make the tokenizer and the task of a run."""
+    tokenizer = CharacterTokenizer()
+    return tokenizer, task_of(config, tokenizer)
+
+
+def judge_of(config: Config, task: Task) -> Judge:
+    """Say who computes rewards: this process for rlsp's own, one apart for foreign code."""
+    if not runs_foreign_code(config):
+        return InPlace(task)
+    opening = json.dumps({"parent": os.getpid(), "config": to_plain(config)})
+    command = [sys.executable, "-c", _JUDGE.format(path=sys.path)]
+    return Apart(command, opening, config.task.timeout_s)
+
+
+def runs_foreign_code(config: Config) -> bool:
+    """Tell whether rewards are computed by code that is not rlsp's: it may raise, hang or crash."""
+    return config.task.kind is TaskKind.custom
+
+
+def reward_limit_s(config: Config) -> float:
+    """Return how long a rollout's rewards may take, seconds."""
+    return _WAIT_SHARE * config.launch.timeout_s
 
 
 def task_of(config: Config, tokenizer: Tokenizer) -> Task:
@@ -31,6 +68,9 @@ def task_of(config: Config, tokenizer: Tokenizer) -> Task:
                 label_key=asked.label_key,
                 max_prompt_tokens=asked.max_prompt_tokens,
             )
+        case TaskKind.custom:
+            assert asked.factory is not None
+            task = make_custom(asked.factory, tokenizer=tokenizer, seed=config.seed)
         case _:
             task = build_task(
                 asked.kind.value,
@@ -54,9 +94,14 @@ def task_lines(config: Config) -> list[str]:
     Only what is cheap is looked at: of a file its first rows.
     """
     asked = config.task
-    if asked.kind is not TaskKind.jsonl:
+    if asked.factory is not None:
+        module = asked.factory.partition(":")[0].partition(".")[0]
+        legal = (
+            f"a function that can be imported: there is no module {module} (PYTHONPATH may name its folder)"
+        )
+        return [] if _is_there(module) else [str(Violation("task.factory", asked.factory, legal))]
+    if asked.path is None:
         return []
-    assert asked.path is not None
     found = check_first_rows(
         asked.path,
         tokenizer=CharacterTokenizer(),
@@ -69,3 +114,10 @@ def task_lines(config: Config) -> list[str]:
         str(Violation("task.path", asked.path, f"JSON lines with prompts and labels; {line}"))
         for line in found
     ]
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False

@@ -111,6 +111,8 @@ def plain_config(**changes: Any) -> dict[str, Any]:
             "order": "shuffled",
             "scorer": "exact",
             "max_prompt_tokens": None,
+            "factory": None,
+            "timeout_s": 10.0,
         },
         "device": {"kind": "cpu", "backend": "gloo"},
         "optimizer": {"kind": "adamw", "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.0},

@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).parents[1] / "rlsp"
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "__pycache__")
 FILES = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 LAYOUTS = [name for group, name in FILES if group == "parallel"]
-NEEDED = {"jsonl": ("task.path=rows.jsonl",)}  # what no file can state
+NEEDED = {"jsonl": ("task.path=rows.jsonl",), "custom": ("task.factory=mine:make",)}  # what no file can state
 
 
 @pytest.mark.parametrize(("group", "option"), FILES, ids=[f"{group}={option}" for group, option in FILES])

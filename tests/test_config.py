@@ -95,6 +95,8 @@ ILLEGAL: dict[str, tuple[Any, ...]] = {
     "task.prompt_key": ("", "x" * 129),
     "task.label_key": ("", "x" * 129),
     "task.max_prompt_tokens": TOKENS,
+    "task.factory": ("", "make", "a.b", ":make", "a:b:c", "a b:c", "a..b:c"),
+    "task.timeout_s": SECONDS,
     "numerics.routes.attention": ("fast", "", "strict/", "strict/native/strict", "Native"),
     "numerics.routes.ffn": ("fast",),
     "numerics.routes.logp": ("fast",),
@@ -192,6 +194,11 @@ CROSSED = [
     ),
     ({"task.kind": TaskKind.jsonl}, "task.path=null: legal: a file of JSON lines (for task.kind=jsonl)"),
     ({"task.path": "a.jsonl"}, "task.path=a.jsonl: legal: null (task.kind=arithmetic reads no file)"),
+    (
+        {"task.kind": TaskKind.custom},
+        "task.factory=null: legal: module:function, which makes the task (for task.kind=custom)",
+    ),
+    ({"task.factory": "a:b"}, "task.factory=a:b: legal: null (task.kind=arithmetic is rlsp's own)"),
     ({"device.backend": "nccl"}, "device.backend=nccl: legal: gloo (for device.kind=cpu)"),
     ({"device.kind": DeviceKind.cuda}, "device.backend=gloo: legal: nccl (for device.kind=cuda)"),
 ]

@@ -234,6 +234,15 @@ CROSS_RULES = (
         ),
     ),
     CrossRule(
+        ("task.factory", "task.kind"),
+        lambda c: (c.task.factory is not None) == (c.task.kind is TaskKind.custom),
+        lambda c: (
+            "module:function, which makes the task (for task.kind=custom)"
+            if c.task.kind is TaskKind.custom
+            else f"null (task.kind={c.task.kind.name} is rlsp's own)"
+        ),
+    ),
+    CrossRule(
         ("device.backend", "device.kind"),
         lambda c: c.device.backend == _BACKENDS[c.device.kind],
         lambda c: f"{_BACKENDS[c.device.kind]} (for device.kind={c.device.kind.name})",

@@ -74,6 +74,9 @@ Name = Annotated[
 Project = Annotated[str, Rule("1 to 128 characters without / \\ # ? % :", _matches(r"[^/\\#?%:\n]{1,128}"))]
 Label = Annotated[str, Rule("1 to 128 characters", _matches(r".{1,128}"))]
 FilePath = Annotated[str, Rule("1 to 4096 characters", lambda v: 1 <= len(v) <= 4096 and "\0" not in v)]
+Factory = Annotated[
+    str, Rule("module:function, as in my_tasks.shout:make", _matches(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*"))
+]
 Tag = Annotated[str, Rule("1 to 64 characters", _matches(r".{1,64}"))]
 Route = Annotated[
     str,

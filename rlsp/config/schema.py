@@ -12,6 +12,7 @@ from rlsp.config.plain import read_plain, to_plain
 from rlsp.config.rules import (
     Count,
     Even,
+    Factory,
     FilePath,
     Fraction,
     Grace,
@@ -77,6 +78,7 @@ class TaskKind(Enum):
     arithmetic = "arithmetic"
     constant = "constant"
     jsonl = "jsonl"
+    custom = "custom"
 
 
 class TaskOrder(Enum):
@@ -212,6 +214,7 @@ class TaskConfig:
     max_operand bounds arithmetic's numbers, reward is what the constant task pays, response_limit (tokens)
     gives every prompt a limit of its own, drawn from 1 up to it (0 for one prompt in eight); null for none.
     path is a file of JSON lines, prompt_key and label_key name fields of it (null: the usual names).
+    factory makes a task of one's own. timeout_s bounds one reward that is computed in a process of its own.
     """
 
     kind: TaskKind
@@ -224,6 +227,8 @@ class TaskConfig:
     order: TaskOrder
     scorer: ScorerKind
     max_prompt_tokens: Tokens | None
+    factory: Factory | None
+    timeout_s: Seconds
 
 
 @dataclass(frozen=True)

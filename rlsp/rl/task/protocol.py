@@ -28,7 +28,8 @@ To write one's own, make a frozen dataclass with the members of `Task`; nothing 
 Rules: `prompt` and `reward` are pure functions of their arguments and the fields, so that any rank may call
 them, in any order, any number of times; any non-negative index is legal; a prompt is never empty; a reward is
 finite; a response may hold any token id, padding included, may lack an EOS (it was cut) and may be empty.
-To offer the task by name, add it to `task_of` and to the enum `TaskKind`.
+`task=custom task.factory=module:function` takes it from anywhere (docs/tasks.md). To offer it by a name of
+its own, add it to `task_of` and to the enum `TaskKind`.
 """
 
 from __future__ import annotations
