@@ -9,9 +9,10 @@ import sys
 
 from rlsp.config import Config, TaskKind, TaskOrder, Violation, to_plain
 from rlsp.rl.reward import Apart, InPlace, Judge
-from rlsp.rl.task import CharacterTokenizer, LimitedTask, Task, Tokenizer, build_task
+from rlsp.rl.task import CharacterTokenizer, LimitedTask, Task, TaskError, Tokenizer, build_task
 from rlsp.rl.task.custom import make_custom
 from rlsp.rl.task.jsonl import check_first_rows, open_jsonl
+from rlsp.rl.task.reasoning import ReasoningGymTask, open_reasoning_gym
 from rlsp.rl.task.scorer import ExactScorer, Scorer
 
 _FIRST_ROWS = 16
@@ -40,7 +41,7 @@ def judge_of(config: Config, task: Task) -> Judge:
 
 def runs_foreign_code(config: Config) -> bool:
     """Tell whether rewards are computed by code that is not rlsp's: it may raise, hang or crash."""
-    return config.task.kind is TaskKind.custom
+    return config.task.kind in (TaskKind.custom, TaskKind.reasoning_gym)
 
 
 def reward_limit_s(config: Config) -> float:
@@ -68,6 +69,8 @@ def task_of(config: Config, tokenizer: Tokenizer) -> Task:
                 label_key=asked.label_key,
                 max_prompt_tokens=asked.max_prompt_tokens,
             )
+        case TaskKind.reasoning_gym:
+            task = _reasoning_gym(config, tokenizer)
         case TaskKind.custom:
             assert asked.factory is not None
             task = make_custom(asked.factory, tokenizer=tokenizer, seed=config.seed)
@@ -100,6 +103,8 @@ def task_lines(config: Config) -> list[str]:
             f"a function that can be imported: there is no module {module} (PYTHONPATH may name its folder)"
         )
         return [] if _is_there(module) else [str(Violation("task.factory", asked.factory, legal))]
+    if asked.kind is TaskKind.reasoning_gym:
+        return _reasoning_lines(config)
     if asked.path is None:
         return []
     found = check_first_rows(
@@ -114,6 +119,28 @@ def task_lines(config: Config) -> list[str]:
         str(Violation("task.path", asked.path, f"JSON lines with prompts and labels; {line}"))
         for line in found
     ]
+
+
+def _reasoning_gym(config: Config, tokenizer: Tokenizer) -> ReasoningGymTask:
+    asked = config.task
+    assert asked.dataset is not None
+    return open_reasoning_gym(
+        asked.dataset,
+        asked.dataset_config,
+        tokenizer=tokenizer,
+        seed=config.seed,
+        where=asked.scorer.value,
+        prompt_key=asked.prompt_key,
+        max_prompt_tokens=asked.max_prompt_tokens,
+    )
+
+
+def _reasoning_lines(config: Config) -> list[str]:
+    try:
+        _reasoning_gym(config, CharacterTokenizer())
+    except TaskError as error:
+        return [str(Violation("task.dataset", config.task.dataset, f"what can be asked here; {error}"))]
+    return []
 
 
 def _is_there(module: str) -> bool:

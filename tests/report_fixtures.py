@@ -111,6 +111,8 @@ def plain_config(**changes: Any) -> dict[str, Any]:
             "order": "shuffled",
             "scorer": "exact",
             "max_prompt_tokens": None,
+            "dataset": None,
+            "dataset_config": {},
             "factory": None,
             "timeout_s": 10.0,
         },

@@ -97,6 +97,8 @@ ILLEGAL: dict[str, tuple[Any, ...]] = {
     "task.max_prompt_tokens": TOKENS,
     "task.factory": ("", "make", "a.b", ":make", "a:b:c", "a b:c", "a..b:c"),
     "task.timeout_s": SECONDS,
+    "task.dataset": ("", "a b"),
+    "task.dataset_config": ({"a": nan}, {"a": {"b": 1}}, {"a": [[1]]}, {"a": None}, {"a b": 1}),
     "numerics.routes.attention": ("fast", "", "strict/", "strict/native/strict", "Native"),
     "numerics.routes.ffn": ("fast",),
     "numerics.routes.logp": ("fast",),
@@ -197,6 +199,15 @@ CROSSED = [
     (
         {"task.kind": TaskKind.custom},
         "task.factory=null: legal: module:function, which makes the task (for task.kind=custom)",
+    ),
+    (
+        {"task.kind": TaskKind.reasoning_gym},
+        "task.dataset=null: legal: the name of a generator (for task.kind=reasoning_gym)",
+    ),
+    ({"task.dataset": "gcd"}, "task.dataset=gcd: legal: null (task.kind=arithmetic has no generators)"),
+    (
+        {"task.dataset_config": {"max_terms": 3}},
+        "task.dataset_config={'max_terms': 3}: legal: {} (task.kind=arithmetic has no generators)",
     ),
     ({"task.factory": "a:b"}, "task.factory=a:b: legal: null (task.kind=arithmetic is rlsp's own)"),
     ({"device.backend": "nccl"}, "device.backend=nccl: legal: gloo (for device.kind=cpu)"),

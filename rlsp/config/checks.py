@@ -243,6 +243,20 @@ CROSS_RULES = (
         ),
     ),
     CrossRule(
+        ("task.dataset", "task.kind"),
+        lambda c: (c.task.dataset is not None) == (c.task.kind is TaskKind.reasoning_gym),
+        lambda c: (
+            "the name of a generator (for task.kind=reasoning_gym)"
+            if c.task.kind is TaskKind.reasoning_gym
+            else f"null (task.kind={c.task.kind.name} has no generators)"
+        ),
+    ),
+    CrossRule(
+        ("task.dataset_config", "task.kind"),
+        lambda c: not c.task.dataset_config or c.task.kind is TaskKind.reasoning_gym,
+        lambda c: f"{{}} (task.kind={c.task.kind.name} has no generators)",
+    ),
+    CrossRule(
         ("device.backend", "device.kind"),
         lambda c: c.device.backend == _BACKENDS[c.device.kind],
         lambda c: f"{_BACKENDS[c.device.kind]} (for device.kind={c.device.kind.name})",

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, get_type_hints
+from typing import TYPE_CHECKING, get_origin, get_type_hints
 
 from rlsp.config.plain import read_plain, to_plain
 from rlsp.config.rules import (
@@ -21,6 +21,7 @@ from rlsp.config.rules import (
     Name,
     Normal,
     NotNegative,
+    Options,
     Positive,
     Project,
     Resume,
@@ -78,6 +79,7 @@ class TaskKind(Enum):
     arithmetic = "arithmetic"
     constant = "constant"
     jsonl = "jsonl"
+    reasoning_gym = "reasoning_gym"
     custom = "custom"
 
 
@@ -214,7 +216,8 @@ class TaskConfig:
     max_operand bounds arithmetic's numbers, reward is what the constant task pays, response_limit (tokens)
     gives every prompt a limit of its own, drawn from 1 up to it (0 for one prompt in eight); null for none.
     path is a file of JSON lines, prompt_key and label_key name fields of it (null: the usual names).
-    factory makes a task of one's own. timeout_s bounds one reward that is computed in a process of its own.
+    dataset names a generator of reasoning-gym, dataset_config goes to it as it is. factory makes a task of
+    one's own. timeout_s bounds one reward that is computed in a process of its own.
     """
 
     kind: TaskKind
@@ -227,6 +230,8 @@ class TaskConfig:
     order: TaskOrder
     scorer: ScorerKind
     max_prompt_tokens: Tokens | None
+    dataset: Name | None
+    dataset_config: Options
     factory: Factory | None
     timeout_s: Seconds
 
@@ -365,7 +370,10 @@ def _thaw(node: DictConfig) -> None:
 
     OmegaConf.set_readonly(node, None)
     for name, kind in get_type_hints(OmegaConf.get_type(node) or object).items():
-        if is_dataclass(kind):
+        if get_origin(kind) is dict:
+            node[name] = {}
+            OmegaConf.set_struct(node[name], False)  # its names are for others to know
+        elif is_dataclass(kind):
             if OmegaConf.is_missing(node, name):
                 node[name] = OmegaConf.structured(kind)
             child = node._get_node(name)

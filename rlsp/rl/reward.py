@@ -88,7 +88,7 @@ def score(
     first: int,
     samples: int,
     decode: Callable[[Sequence[int]], str],
-    within_s: float = math.inf,
+    within_s: float,
 ) -> list[float]:
     """Score a rollout's responses.
 

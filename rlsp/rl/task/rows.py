@@ -79,7 +79,7 @@ def find_fields(row: Mapping[str, Any], prompt_key: str | None, label_key: str |
     found = []
     for what, key, known in (("prompt", prompt_key, PROMPT_KEYS), ("label", label_key, LABEL_KEYS)):
         names = known if key is None else (key,)
-        present = [name for name in names if _look_up(row, name) is not None]
+        present = [name for name in names if look_up(row, name) is not None]
         if not present:
             raise _missing(row, " or ".join(names), f"task.{what}_key")
         found.append(present[0])
@@ -92,7 +92,7 @@ def read_row(row: Mapping[str, Any], fields: Fields) -> Row:
     Raises:
         RowError: One is missing, empty or of another type.
     """
-    prompt, label = _look_up(row, fields.prompt), _look_up(row, fields.label)
+    prompt, label = look_up(row, fields.prompt), look_up(row, fields.label)
     if prompt is None:
         raise _missing(row, fields.prompt, "task.prompt_key")
     if label is None:
@@ -135,14 +135,14 @@ def _digits(label: int | float) -> str:
     return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
 
 
-def _look_up(row: Mapping[str, Any], key: str) -> object:
+def look_up(row: Mapping[str, Any], key: str) -> object:
     """Find a field; a name with a dot in it may stand as it is or lead into an object."""
     if key in row:
         value: object = row[key]
         return value
     head, dot, rest = key.partition(".")
     inner = row.get(head)
-    return _look_up(inner, rest) if dot and isinstance(inner, dict) else None
+    return look_up(inner, rest) if dot and isinstance(inner, dict) else None
 
 
 def _missing(row: Mapping[str, Any], wanted: str, option: str) -> RowError:
