@@ -7,13 +7,13 @@ import json
 import os
 import sys
 
-from rlsp.config import Config, TaskKind, TaskOrder, Violation, to_plain
+from rlsp.config import Config, ScorerKind, TaskKind, TaskOrder, Violation, to_plain
 from rlsp.rl.reward import Apart, InPlace, Judge
 from rlsp.rl.task import CharacterTokenizer, LimitedTask, Task, TaskError, Tokenizer, build_task
 from rlsp.rl.task.custom import make_custom
 from rlsp.rl.task.jsonl import check_first_rows, open_jsonl
 from rlsp.rl.task.reasoning import ReasoningGymTask, open_reasoning_gym
-from rlsp.rl.task.scorer import ExactScorer, Scorer
+from rlsp.rl.task.scorer import ExactScorer, MathVerifyScorer, Scorer
 
 _FIRST_ROWS = 16
 """Rows that are looked at before anything starts; the others are met as the run comes to them."""
@@ -41,7 +41,8 @@ def judge_of(config: Config, task: Task) -> Judge:
 
 def runs_foreign_code(config: Config) -> bool:
     """Tell whether rewards are computed by code that is not rlsp's: it may raise, hang or crash."""
-    return config.task.kind in (TaskKind.custom, TaskKind.reasoning_gym)
+    foreign = config.task.kind in (TaskKind.custom, TaskKind.reasoning_gym)
+    return foreign or config.task.scorer is ScorerKind.math_verify
 
 
 def reward_limit_s(config: Config) -> float:
@@ -88,7 +89,8 @@ def task_of(config: Config, tokenizer: Tokenizer) -> Task:
 
 def scorer_of(config: Config) -> Scorer:
     """Build the scorer that a config asks for."""
-    return ExactScorer(config.task.scorer.value)
+    kind = config.task.scorer
+    return MathVerifyScorer() if kind is ScorerKind.math_verify else ExactScorer(kind.value)
 
 
 def task_lines(config: Config) -> list[str]:
@@ -107,6 +109,10 @@ def task_lines(config: Config) -> list[str]:
         return _reasoning_lines(config)
     if asked.path is None:
         return []
+    try:
+        scorer_of(config)
+    except TaskError as error:
+        return [str(Violation("task.scorer", asked.scorer, f"a scorer that is installed; {error}"))]
     found = check_first_rows(
         asked.path,
         tokenizer=CharacterTokenizer(),

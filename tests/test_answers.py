@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlsp.rl.task import TaskError, scorer
 from rlsp.rl.task.extract import (
     after_hashes,
     boxed,
@@ -15,7 +16,13 @@ from rlsp.rl.task.extract import (
     same_answer,
     tagged,
 )
-from rlsp.rl.task.scorer import EXTRACTIONS, ExactScorer, answer_of
+from rlsp.rl.task.scorer import (
+    EXTRACTIONS,
+    ExactScorer,
+    MathVerifyScorer,
+    answer_of,
+    math_verify_is_installed,
+)
 
 WHERE = ["exact", *EXTRACTIONS]
 
@@ -139,6 +146,41 @@ def test_an_unknown_place_is_refused_and_places_have_names_of_their_own() -> Non
     ):
         ExactScorer("guess")
     assert len({ExactScorer(where).name for where in WHERE}) == len(WHERE)
+
+
+needs_math_verify = pytest.mark.skipif(
+    not math_verify_is_installed(), reason="needs math-verify, the extra `math`"
+)
+
+
+@needs_math_verify
+@pytest.mark.parametrize(
+    ("label", "text", "score"),
+    [
+        (r"\frac{1}{2}", "so it is $0.5$", 1.0),
+        (r"\frac{1}{2}", r"\boxed{1/2}", 1.0),
+        ("x+1", "<answer>1+x</answer>", 1.0),
+        ("We add.\n#### 72", "The answer is 72.", 1.0),
+        ("72", r"\boxed{73}", 0.0),
+        ("72", "", 0.0),
+        (r"\{1,2\}", r"\boxed{\{2,1\}}", 1.0),
+        ("34", "34 or 35? \\boxed{35}", 0.0),
+    ],
+)
+def test_math_verify_compares_as_mathematics(label: str, text: str, score: float) -> None:
+    assert MathVerifyScorer().score(label, text) == score
+
+
+@needs_math_verify
+def test_a_label_that_is_no_mathematics_is_an_error() -> None:
+    with pytest.raises(ValueError, match="math-verify can make nothing of the label ''"):
+        MathVerifyScorer().score("", "7")
+
+
+def test_without_math_verify_its_scorer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scorer, "math_verify_is_installed", lambda: False)
+    with pytest.raises(TaskError, match="math-verify is not installed: it comes with"):
+        MathVerifyScorer()
 
 
 TEXTS = st.text(st.sampled_from("07.,-$#{}<>/ \n\\boxedanswr\N{MINUS SIGN}é"), max_size=60)

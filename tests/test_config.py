@@ -17,6 +17,7 @@ from rlsp.config import (
     DeviceKind,
     Dtype,
     Job,
+    ScorerKind,
     TaskKind,
     from_plain,
     leaf_kinds,
@@ -203,6 +204,11 @@ CROSSED = [
     (
         {"task.kind": TaskKind.reasoning_gym},
         "task.dataset=null: legal: the name of a generator (for task.kind=reasoning_gym)",
+    ),
+    (
+        {"task.scorer": ScorerKind.math_verify},
+        "task.scorer=math_verify: legal: exact, tag, boxed, hashes, number or text "
+        "(task.kind=arithmetic has no labels for it)",
     ),
     ({"task.dataset": "gcd"}, "task.dataset=gcd: legal: null (task.kind=arithmetic has no generators)"),
     (

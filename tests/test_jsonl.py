@@ -8,7 +8,8 @@ import json
 import os
 import re
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsp.config import Config
-from rlsp.rl.task import CharacterTokenizer, TaskError
+from rlsp.rl.reward import Apart
+from rlsp.rl.task import CharacterTokenizer, TaskError, scorer
 from rlsp.rl.task.jsonl import JsonlTask, check_first_rows, open_jsonl
 from rlsp.rl.task.lines import MAX_LINE_BYTES, LineFile, first_lines
 from rlsp.rl.task.rows import RowError, find_fields, parse, read_row
 from rlsp.rl.task.scorer import ExactScorer
-from rlsp.task import task_of
+from rlsp.task import judge_of, open_task, task_of
 
 TOKENIZER = CharacterTokenizer()
 USER = {"role": "user", "content": "u"}
@@ -81,6 +83,34 @@ class TestOrder:
         assert {task.prompt(index).text for index in range(4)} == {"0+1="}
         with pytest.raises(ValueError, match="index must be at least 0, not -1"):
             task.prompt(-1)
+
+
+class TestReward:
+    def test_only_what_stands_before_the_first_eos_counts(self, write: Write) -> None:
+        task = opened(write(*sums(1)))
+        right, wrong, eos, pad = *map(TOKENIZER.encode, ("1", "2")), TOKENIZER.eos_id, TOKENIZER.pad_id
+        assert task.reward(0, right) == task.reward(0, (*right, eos)) == 1.0
+        assert task.reward(0, (*right, eos, *wrong, pad)) == 1.0
+        assert (
+            task.reward(0, (*wrong, eos, *right))
+            == task.reward(0, ())
+            == task.reward(0, (eos, *right))
+            == 0.0
+        )
+
+    def test_eos_ends_a_response_once_where_padding_has_the_same_id(self, write: Write) -> None:
+        @dataclass(frozen=True)
+        class SharedEnd(CharacterTokenizer):
+            @property
+            def pad_id(self) -> int:  # type: ignore[override]
+                return TOKENIZER.eos_id
+
+        task = opened(write(*sums(1)), tokenizer=SharedEnd(), scorer=ExactScorer("text"))
+        assert task.reward(0, (*TOKENIZER.encode("1"), *[TOKENIZER.eos_id] * 3)) == 1.0
+
+    def test_padding_that_a_model_draws_is_a_character_of_the_answer(self, write: Write) -> None:
+        task = opened(write(*sums(1)), scorer=ExactScorer("text"))
+        assert task.reward(0, (*TOKENIZER.encode("1"), TOKENIZER.pad_id)) == 0.0
 
 
 class TestContentHash:
@@ -318,6 +348,29 @@ class TestCommand:
         ] * 2
         assert rlsp_command.left() == ["rows.jsonl"]
         assert rlsp_command.jobs == []
+
+    def test_a_scorer_that_is_not_installed_refuses_the_run(
+        self, rlsp_command: Console, write: Write, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(scorer, "math_verify_is_installed", lambda: False)
+        asked = ("task=jsonl", f"task.path={write(*sums(2))}", "task.scorer=math_verify")
+        assert rlsp_command(*asked) == 2
+        assert rlsp_command.errors.splitlines()[1] == (
+            "  task.scorer=math_verify: legal: a scorer that is installed; "
+            "math-verify is not installed: it comes with `pip install 'rlsp[math]'`"
+        )
+
+    @pytest.mark.skipif(not scorer.math_verify_is_installed(), reason="needs math-verify, the extra `math`")
+    def test_math_verify_scores_in_a_process_apart(
+        self, compose: Callable[..., Config], write: Write
+    ) -> None:
+        path = write({"prompt": "1/2 =", "label": r"\frac{1}{2}"})
+        config = compose("task=jsonl", f"task.path={path}", "task.scorer=math_verify")
+        judge = judge_of(config, open_task(config)[1])
+        assert isinstance(judge, Apart)
+        with closing(judge):
+            assert judge.reward(0, TOKENIZER.encode(r"\boxed{0.5}"), 30.0) == 1.0
+            assert judge.reward(3, TOKENIZER.encode("0.25"), 30.0) == 0.0
 
     def test_a_good_file_starts_one(self, rlsp_command: Console, write: Write) -> None:
         write(*sums(4))

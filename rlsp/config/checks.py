@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 
 from rlsp.config.plain import leaf_kinds, legal_text, rule_of
 from rlsp.config.rules import Violation
-from rlsp.config.schema import Config, CorrectionKind, DeviceKind, TaskKind
+from rlsp.config.schema import Config, CorrectionKind, DeviceKind, ScorerKind, TaskKind
 
 SMALL_PRODUCT = 4096
 """A matrix product of M·N·K up to this is left to another kernel, with other bits (NUMERICS §1.1, rule 1)."""
@@ -255,6 +255,13 @@ CROSS_RULES = (
         ("task.dataset_config", "task.kind"),
         lambda c: not c.task.dataset_config or c.task.kind is TaskKind.reasoning_gym,
         lambda c: f"{{}} (task.kind={c.task.kind.name} has no generators)",
+    ),
+    CrossRule(
+        ("task.scorer", "task.kind"),
+        lambda c: c.task.scorer is not ScorerKind.math_verify or c.task.kind is TaskKind.jsonl,
+        lambda c: (
+            f"exact, tag, boxed, hashes, number or text (task.kind={c.task.kind.name} has no labels for it)"
+        ),
     ),
     CrossRule(
         ("device.backend", "device.kind"),

@@ -99,6 +99,7 @@ class ScorerKind(Enum):
     hashes = "hashes"
     number = "number"
     text = "text"
+    math_verify = "math_verify"
 
 
 class CorrectionKind(Enum):
