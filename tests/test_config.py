@@ -196,7 +196,7 @@ CROSSED = [
         "correction.lower=2.0: legal: a number of at least 0 and below correction.upper=2.0",
     ),
     ({"task.kind": TaskKind.jsonl}, "task.path=null: legal: a file of JSON lines (for task.kind=jsonl)"),
-    ({"task.path": "a.jsonl"}, "task.path=a.jsonl: legal: null (task.kind=arithmetic reads no file)"),
+    ({"task.path": "a.jsonl"}, "task.path=a.jsonl: legal: null (task.kind=arithmetic has none)"),
     (
         {"task.kind": TaskKind.custom},
         "task.factory=null: legal: module:function, which makes the task (for task.kind=custom)",
@@ -210,12 +210,18 @@ CROSSED = [
         "task.scorer=math_verify: legal: exact, tag, boxed, hashes, number or text "
         "(task.kind=arithmetic has no labels for it)",
     ),
-    ({"task.dataset": "gcd"}, "task.dataset=gcd: legal: null (task.kind=arithmetic has no generators)"),
+    ({"task.prompt_key": "q"}, "task.prompt_key=q: legal: null (task.kind=arithmetic has none)"),
+    (
+        {"task.label_key": "a", "task.kind": TaskKind.reasoning_gym},
+        "task.label_key=a: legal: null (task.kind=reasoning_gym has none)",
+    ),
+    ({"task.max_prompt_tokens": 9}, "task.max_prompt_tokens=9: legal: null (task.kind=arithmetic has none)"),
+    ({"task.dataset": "gcd"}, "task.dataset=gcd: legal: null (task.kind=arithmetic has none)"),
     (
         {"task.dataset_config": {"max_terms": 3}},
-        "task.dataset_config={'max_terms': 3}: legal: {} (task.kind=arithmetic has no generators)",
+        "task.dataset_config={'max_terms': 3}: legal: {} (task.kind=arithmetic has none)",
     ),
-    ({"task.factory": "a:b"}, "task.factory=a:b: legal: null (task.kind=arithmetic is rlsp's own)"),
+    ({"task.factory": "a:b"}, "task.factory=a:b: legal: null (task.kind=arithmetic has none)"),
     ({"device.backend": "nccl"}, "device.backend=nccl: legal: gloo (for device.kind=cpu)"),
     ({"device.kind": DeviceKind.cuda}, "device.backend=gloo: legal: nccl (for device.kind=cuda)"),
 ]

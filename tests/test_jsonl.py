@@ -11,13 +11,16 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from command import Console
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlsp import evidence
 from rlsp.config import Config
 from rlsp.rl.reward import Apart
 from rlsp.rl.task import CharacterTokenizer, TaskError, scorer
@@ -377,6 +380,28 @@ class TestCommand:
         assert rlsp_command("task=jsonl", "task.path=rows.jsonl", "task.order=file") == 0
         task = task_of(rlsp_command.jobs[0].config, TOKENIZER)
         assert [task.prompt(index).text for index in range(4)] == [row["prompt"] for row in sums(4)]
+
+
+def test_ranks_that_have_another_file_under_the_same_path_are_named(
+    compose: Callable[..., Config], write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = [opened(write(*sums(count), name=f"{count}.jsonl")) for count in (2, 3)]
+
+    def gathered(mine: torch.Tensor, group: object) -> torch.Tensor:
+        other = mine.clone()
+        other[0, -32:] = torch.tensor(list(bytes.fromhex(tasks[1].content_hash)), dtype=torch.uint8)
+        return torch.cat([mine, other])
+
+    monkeypatch.setattr(evidence.collectives, "gather", gathered)
+    models = SimpleNamespace(
+        contract=SimpleNamespace(sha256="0" * 64),
+        certificate=SimpleNamespace(digest="0" * 64),
+        trainer=torch.nn.Linear(1, 1),
+    )
+    with pytest.raises(evidence.DisagreementError) as error:
+        evidence.startup_facts(compose(), models, SimpleNamespace(world=None), tasks[0], TOKENIZER)
+    first, second = (task.content_hash[:16] for task in tasks)
+    assert str(error.value) == f"ranks disagree on task hash: rank 0 {first}, rank 1 {second}"
 
 
 def test_limits_of_ones_own_work_with_rows_too(compose: Callable[..., Config], write: Write) -> None:

@@ -109,6 +109,25 @@ def _ranks_fit(axis: str) -> CrossRule:
     return CrossRule(keys, holds, legal)
 
 
+def _task_key(name: str, kinds: tuple[TaskKind, ...], what: str, *, needed: bool = False) -> CrossRule:
+    """Tie a key that may be null to the tasks that read it."""
+
+    def holds(config: Config) -> bool:
+        given = getattr(config.task, name) is not None
+        return config.task.kind in kinds if given else not (needed and config.task.kind in kinds)
+
+    def legal(config: Config) -> str:
+        kind = config.task.kind
+        return (
+            f"{what} (for task.kind={kind.name})"
+            if kind in kinds
+            else f"null (task.kind={kind.name} has none)"
+        )
+
+    return CrossRule((f"task.{name}", "task.kind"), holds, legal)
+
+
+_ASKED = (TaskKind.jsonl, TaskKind.reasoning_gym)
 _VIRTUAL = ("numerics.virtual_tp",)
 _WORLD = ("parallel.dp", "parallel.cp", "parallel.tp")
 _SHAPES = (
@@ -224,37 +243,16 @@ CROSS_RULES = (
         lambda c: c.correction.lower < c.correction.upper,
         lambda c: f"a number of at least 0 and below correction.upper={c.correction.upper}",
     ),
-    CrossRule(
-        ("task.path", "task.kind"),
-        lambda c: (c.task.path is not None) == (c.task.kind is TaskKind.jsonl),
-        lambda c: (
-            "a file of JSON lines (for task.kind=jsonl)"
-            if c.task.kind is TaskKind.jsonl
-            else f"null (task.kind={c.task.kind.name} reads no file)"
-        ),
-    ),
-    CrossRule(
-        ("task.factory", "task.kind"),
-        lambda c: (c.task.factory is not None) == (c.task.kind is TaskKind.custom),
-        lambda c: (
-            "module:function, which makes the task (for task.kind=custom)"
-            if c.task.kind is TaskKind.custom
-            else f"null (task.kind={c.task.kind.name} is rlsp's own)"
-        ),
-    ),
-    CrossRule(
-        ("task.dataset", "task.kind"),
-        lambda c: (c.task.dataset is not None) == (c.task.kind is TaskKind.reasoning_gym),
-        lambda c: (
-            "the name of a generator (for task.kind=reasoning_gym)"
-            if c.task.kind is TaskKind.reasoning_gym
-            else f"null (task.kind={c.task.kind.name} has no generators)"
-        ),
-    ),
+    _task_key("path", (TaskKind.jsonl,), "a file of JSON lines", needed=True),
+    _task_key("factory", (TaskKind.custom,), "module:function, which makes the task", needed=True),
+    _task_key("dataset", (TaskKind.reasoning_gym,), "the name of a generator", needed=True),
+    _task_key("prompt_key", _ASKED, "the name of a field"),
+    _task_key("label_key", (TaskKind.jsonl,), "the name of a field"),
+    _task_key("max_prompt_tokens", _ASKED, "a number of tokens"),
     CrossRule(
         ("task.dataset_config", "task.kind"),
         lambda c: not c.task.dataset_config or c.task.kind is TaskKind.reasoning_gym,
-        lambda c: f"{{}} (task.kind={c.task.kind.name} has no generators)",
+        lambda c: f"{{}} (task.kind={c.task.kind.name} has none)",
     ),
     CrossRule(
         ("task.scorer", "task.kind"),

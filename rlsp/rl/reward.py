@@ -14,6 +14,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from numbers import Real
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -21,6 +22,7 @@ from rlsp.rl.task import Task
 
 _FLOAT32_MAX: Final = 3.4028234663852886e38
 _SHOWN_CHARS: Final = 400
+_HANG_UP_S: Final = 2.0
 _STACK_S: Final = 0.2  # for a stack to be written before the kill
 
 
@@ -197,11 +199,11 @@ class Apart:
                 if readable:
                     chunk = os.read(from_, 65536)
                     if not chunk:
-                        process.wait()
+                        _await_end(process)
                         return None
                     self._pending += chunk
             except BrokenPipeError:
-                process.wait()
+                _await_end(process)
                 return None
         line, _, self._pending = self._pending.partition(b"\n")
         return line
@@ -244,6 +246,12 @@ def faulty(fault: NoRewardError) -> dict[str, Any]:
     cause = fault.__cause__
     details = [] if cause is None else "".join(traceback.format_exception(cause)).splitlines()[-12:]
     return {"fault": str(fault), "details": details}
+
+
+def _await_end(process: subprocess.Popen[bytes]) -> None:
+    """Let a process that hung up end by itself; one that does not is killed as one that is late."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_HANG_UP_S)
 
 
 def _ended(code: int) -> str:
