@@ -61,16 +61,21 @@ def startup_facts(
     """Compare all ranks before any data is exchanged, and return what the manifest says of the start.
 
     Raises:
-        DisagreementError: On every rank, naming the ranks with another contract, code or kernels.
+        DisagreementError: On every rank, naming the ranks with another contract, code, kernels or task.
     """
     contract, certificate = models.contract, models.certificate
-    mine = bytes.fromhex(contract.sha256 + source_hash() + certificate.digest)
+    mine = bytes.fromhex(contract.sha256 + source_hash() + certificate.digest + task.content_hash)
     every = collectives.gather(
         torch.tensor([list(mine)], dtype=torch.uint8, device=_device(models)), mesh.world
     ).tolist()
-    agreement = [_row(config, rank, bytes(row).hex()) for rank, row in enumerate(every)]
-    for what in ("contract_hash", "code_hash", "kernel_digest"):
-        values = [getattr(row, what) for row in agreement]
+    held = [bytes(row).hex() for row in every]
+    agreement = [_row(config, rank, hashes) for rank, hashes in enumerate(held)]
+    values_of = {
+        what: [getattr(row, what) for row in agreement]
+        for what in ("contract_hash", "code_hash", "kernel_digest")
+    }
+    # Ranks on other machines may have another file under the same path.
+    for what, values in {**values_of, "task hash": [hashes[192:] for hashes in held]}.items():
         if len(set(values)) > 1:
             raise DisagreementError(
                 f"ranks disagree on {what}: " + ", ".join(f"rank {i} {v[:16]}" for i, v in enumerate(values))
@@ -294,7 +299,7 @@ def _row(config: Config, rank: int, hashes: str) -> RankAgreement:
         layout=place,
         contract_hash=hashes[:64],
         code_hash=hashes[64:128],
-        kernel_digest=hashes[128:],
+        kernel_digest=hashes[128:192],
     )
 
 

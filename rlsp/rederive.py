@@ -31,9 +31,9 @@ from rlsp.run import (
     rollouts_of,
     sampling_of,
     sequences_of,
-    task_of,
     trainer_of,
 )
+from rlsp.task import task_of
 
 
 class NotProvedError(RuntimeError):

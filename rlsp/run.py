@@ -23,10 +23,12 @@ from rlsp.rl.advantage import group_advantages
 from rlsp.rl.batch import RolloutBatch
 from rlsp.rl.correction import Correction, importance_weights
 from rlsp.rl.optimizer import AdamW, Hyperparameters
+from rlsp.rl.reward import Judge, score
 from rlsp.rl.rollout.dispatch import Rollouts
 from rlsp.rl.rollout.native import NativeEngine, Sampling, Sequence
-from rlsp.rl.task import CharacterTokenizer, Task, Tokenizer, build_task
+from rlsp.rl.task import CharacterTokenizer, Task, Tokenizer
 from rlsp.rl.update import Objective, Step, Trainer
+from rlsp.task import judge_of, open_task, reward_limit_s
 
 
 def run_rank(job: Job, place: Place) -> None:
@@ -46,10 +48,9 @@ def live(job: Job, place: Place) -> None:
 def _live(job: Job, place: Place) -> None:
     config, board = job.config, place.board
     mesh = mesh_of(config, place)
+    tokenizer, task, judge = _open_task(config, place)
     board.phase("certifying kernels and building the model")
     models = assemble(config, mesh, device_of(config, place))
-    tokenizer = CharacterTokenizer()
-    task = task_of(config, tokenizer)
     _announce(job, models, mesh, task, tokenizer)
     trainer = trainer_of(config, models, mesh)
     rollouts = rollouts_of(config, models, mesh, tokenizer)
@@ -69,7 +70,7 @@ def _live(job: Job, place: Place) -> None:
         watch.lap("time/rollout_s")
 
         board.phase(f"rollout {index}: scoring")
-        rewards = _rewards(config, task, index, batch.responses(), mesh)
+        rewards = _rewards(config, judge, index, batch.responses(), tokenizer, mesh)
         advantages = group_advantages(rewards, config.samples_per_prompt)
         evidence.bind(batch, advantages)
         watch.lap("time/reward_s")
@@ -93,6 +94,13 @@ def _live(job: Job, place: Place) -> None:
         )
         diagnostics.look(Record(index, sequences, sampling, batch, steps[0].forward, digests[0], versions[1]))
     board.phase("done")
+
+
+def _open_task(config: Config, place: Place) -> tuple[CharacterTokenizer, Task, Judge]:
+    """Open the task first: what is wrong with its data is said before anything costs time."""
+    place.board.phase("opening the task")
+    tokenizer, task = open_task(config)
+    return tokenizer, task, judge_of(config, task)
 
 
 def _announce(job: Job, models: Models, mesh: Mesh, task: Task, tokenizer: Tokenizer) -> None:
@@ -140,20 +148,8 @@ def join(config: Config, place: Place) -> None:
         )
 
 
-def task_of(config: Config, tokenizer: Tokenizer) -> Task:
-    """Build the task that a config asks for."""
-    return build_task(
-        config.task.kind.value,
-        tokenizer=tokenizer,
-        seed=config.seed,
-        max_operand=config.task.max_operand,
-        reward=config.task.reward,
-        response_limit=config.task.response_limit,
-    )
-
-
 def sequences_of(config: Config, task: Task, rollout: int) -> list[Sequence]:
-    """Return the rollout's sequences: every prompt's samples side by side; no prompt comes twice in a run."""
+    """Return the rollout's sequences: every prompt's samples side by side; no index comes twice in a run."""
     first = rollout * config.prompts_per_rollout
     prompts = [task.prompt(first + prompt) for prompt in range(config.prompts_per_rollout)]
     return [
@@ -169,21 +165,30 @@ def sampling_of(config: Config, rollout: int, eos_id: int) -> Sampling:
     return Sampling(config.seed, rollout, config.temperature, config.max_response_tokens, eos)
 
 
-def _rewards(config: Config, task: Task, rollout: int, responses: list[list[int]], mesh: Mesh) -> list[float]:
+def _rewards(
+    config: Config,
+    judge: Judge,
+    rollout: int,
+    responses: list[list[int]],
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+) -> list[float]:
     """Score on rank 0 and let every rank have the same numbers: a task need not be deterministic.
 
     They are float32, as the evidence keeps them, so that advantages can be computed again from what it says.
     """
-    first = rollout * config.prompts_per_rollout
     scores = torch.zeros(len(responses), dtype=torch.float32)
     if mesh.world.index == 0:
-        scores[:] = torch.tensor(
-            [
-                task.reward(first + i // config.samples_per_prompt, response)
-                for i, response in enumerate(responses)
-            ],
-            dtype=torch.float32,
+        rewards = score(
+            judge,
+            responses,
+            rollout=rollout,
+            first=rollout * config.prompts_per_rollout,
+            samples=config.samples_per_prompt,
+            decode=tokenizer.decode,
+            within_s=reward_limit_s(config),
         )
+        scores[:] = torch.tensor(rewards, dtype=torch.float32)
     carried = scores.to(mesh.world.device_type or "cpu")
     return collectives.broadcast(carried, mesh.world, source=0).tolist()
 

@@ -24,6 +24,9 @@ ensure_environment() {
             install_into "$folder" torch==2.13.0
         fi
         install_into "$folder" --editable '.[hf,dashboards,dev]'
+        if ! install_into "$folder" --editable '.[tasks]'; then
+            echo "rlsp: without the extra 'tasks' (its pycosat needs a C compiler): task=reasoning_gym is refused"
+        fi
         echo "$wanted" >"$stamp"
     ) 9>"$folder.lock" >&2
 }

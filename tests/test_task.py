@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rlsp.config import checks
 from rlsp.numerics.hashing import hash_words
 from rlsp.rl.advantage import group_advantages
-from rlsp.rl.task import CharacterTokenizer, Prompt, Task, Tokenizer, build_task
+from rlsp.rl.task import CharacterTokenizer, LimitedTask, Prompt, Task, Tokenizer, build_task
 from rlsp.rl.task.protocol import hash_content, random_integer, until_eos
 
 TOKENIZER = CharacterTokenizer()
@@ -249,9 +249,7 @@ def test_the_smallest_legal_vocabulary_holds_every_character() -> None:
 
 def test_limits_are_keyed_by_the_prompt_and_some_are_empty() -> None:
     plain = build_task("arithmetic", tokenizer=CharacterTokenizer(), seed=0, max_operand=9, reward=1.0)
-    limited = build_task(
-        "arithmetic", tokenizer=CharacterTokenizer(), seed=0, max_operand=9, reward=1.0, response_limit=24
-    )
+    limited = LimitedTask(plain, 0, 24)
     limits = [limited.prompt(index).limit for index in range(200)]
     assert limits == [limited.prompt(index).limit for index in range(200)]
     assert plain.prompt(0).limit is None

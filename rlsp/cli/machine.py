@@ -1,10 +1,11 @@
-"""What this machine lacks for a run, found without torch."""
+"""What this machine lacks for a run, its device and its data, found without torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from rlsp.config import Config, DeviceKind, Violation
+from rlsp.task import task_lines
 
 _DEVICES = Path("/dev")
 _DRIVERS = ("nvidiactl", "dxg")  # Linux's own driver, and that of a Linux inside Windows
@@ -12,6 +13,10 @@ _DRIVERS = ("nvidiactl", "dxg")  # Linux's own driver, and that of a Linux insid
 
 def machine_lines(config: Config) -> list[str]:
     """List why a checked config cannot run on this machine, one line a reason."""
+    return _device_lines(config) + task_lines(config)
+
+
+def _device_lines(config: Config) -> list[str]:
     if config.device.kind is not DeviceKind.cuda:
         return []
     if not any((_DEVICES / name).exists() for name in _DRIVERS):

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 
 from rlsp.config.plain import leaf_kinds, legal_text, rule_of
 from rlsp.config.rules import Violation
-from rlsp.config.schema import Config, CorrectionKind, DeviceKind
+from rlsp.config.schema import Config, CorrectionKind, DeviceKind, ScorerKind, TaskKind
 
 SMALL_PRODUCT = 4096
 """A matrix product of M·N·K up to this is left to another kernel, with other bits (NUMERICS §1.1, rule 1)."""
@@ -109,6 +109,25 @@ def _ranks_fit(axis: str) -> CrossRule:
     return CrossRule(keys, holds, legal)
 
 
+def _task_key(name: str, kinds: tuple[TaskKind, ...], what: str, *, needed: bool = False) -> CrossRule:
+    """Tie a key that may be null to the tasks that read it."""
+
+    def holds(config: Config) -> bool:
+        given = getattr(config.task, name) is not None
+        return config.task.kind in kinds if given else not (needed and config.task.kind in kinds)
+
+    def legal(config: Config) -> str:
+        kind = config.task.kind
+        return (
+            f"{what} (for task.kind={kind.name})"
+            if kind in kinds
+            else f"null (task.kind={kind.name} has none)"
+        )
+
+    return CrossRule((f"task.{name}", "task.kind"), holds, legal)
+
+
+_ASKED = (TaskKind.jsonl, TaskKind.reasoning_gym)
 _VIRTUAL = ("numerics.virtual_tp",)
 _WORLD = ("parallel.dp", "parallel.cp", "parallel.tp")
 _SHAPES = (
@@ -223,6 +242,24 @@ CROSS_RULES = (
         ("correction.lower", "correction.upper"),
         lambda c: c.correction.lower < c.correction.upper,
         lambda c: f"a number of at least 0 and below correction.upper={c.correction.upper}",
+    ),
+    _task_key("path", (TaskKind.jsonl,), "a file of JSON lines", needed=True),
+    _task_key("factory", (TaskKind.custom,), "module:function, which makes the task", needed=True),
+    _task_key("dataset", (TaskKind.reasoning_gym,), "the name of a generator", needed=True),
+    _task_key("prompt_key", _ASKED, "the name of a field"),
+    _task_key("label_key", (TaskKind.jsonl,), "the name of a field"),
+    _task_key("max_prompt_tokens", _ASKED, "a number of tokens"),
+    CrossRule(
+        ("task.dataset_config", "task.kind"),
+        lambda c: not c.task.dataset_config or c.task.kind is TaskKind.reasoning_gym,
+        lambda c: f"{{}} (task.kind={c.task.kind.name} has none)",
+    ),
+    CrossRule(
+        ("task.scorer", "task.kind"),
+        lambda c: c.task.scorer is not ScorerKind.math_verify or c.task.kind is TaskKind.jsonl,
+        lambda c: (
+            f"exact, tag, boxed, hashes, number or text (task.kind={c.task.kind.name} has no labels for it)"
+        ),
     ),
     CrossRule(
         ("device.backend", "device.kind"),

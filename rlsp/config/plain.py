@@ -9,7 +9,7 @@ from enum import Enum
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from rlsp.config.rules import ConfigError, Rule, Violation
+from rlsp.config.rules import ConfigError, Given, Rule, Violation
 
 T = TypeVar("T")
 
@@ -22,6 +22,8 @@ def to_plain(value: object) -> Any:
         return value.name
     if isinstance(value, tuple):
         return [to_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return dict(value)
     return value
 
 
@@ -88,6 +90,8 @@ def _read(allowed: Any, plain: object, key: str, found: list[Violation]) -> obje
     if get_origin(kind) is tuple and isinstance(plain, list | tuple):
         return tuple(_read(get_args(kind)[0], item, key, found) for item in plain)
     bare = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    if get_origin(bare) is dict and isinstance(plain, Mapping) and all(isinstance(n, str) for n in plain):
+        return Given(plain)  # what may be in it is for its rule to say
     if isinstance(bare, type):
         if issubclass(bare, Enum):
             if isinstance(plain, str) and plain in bare.__members__:

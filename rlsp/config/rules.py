@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from math import isfinite
 from typing import Annotated, Any
 
 
@@ -41,6 +43,17 @@ def _block(low: int) -> Callable[[int], bool]:
     return lambda value: low <= value <= _MAX_BLOCK and _power_of_two(value)
 
 
+def _is_flat(options: Mapping[str, Any]) -> bool:
+    """Tell whether a mapping holds nothing but names with scalars, or with lists of them."""
+    values = [item for value in options.values() for item in (value if isinstance(value, list) else [value])]
+    scalars = all(isinstance(value, bool | int | str) or _is_finite(value) for value in values)
+    return scalars and all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in options)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, float) and isfinite(value)
+
+
 Count = Annotated[int, Rule(f"an integer in 1..{_MAX_COUNT}", _within(1, _MAX_COUNT))]
 Tokens = Annotated[int, Rule(f"an integer in 1..{_MAX_TOKENS}", _within(1, _MAX_TOKENS))]
 Seed = Annotated[int, Rule("an integer in 0..2^63-1", lambda v: 0 <= v < 2**63)]
@@ -73,6 +86,14 @@ Name = Annotated[
 ]
 Project = Annotated[str, Rule("1 to 128 characters without / \\ # ? % :", _matches(r"[^/\\#?%:\n]{1,128}"))]
 Label = Annotated[str, Rule("1 to 128 characters", _matches(r".{1,128}"))]
+FilePath = Annotated[str, Rule("1 to 4096 characters", lambda v: 1 <= len(v) <= 4096 and "\0" not in v)]
+Factory = Annotated[
+    str, Rule("module:function, as in my_tasks.shout:make", _matches(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*"))
+]
+Options = Annotated[
+    dict[str, Any],
+    Rule("a mapping of names to numbers, texts, true, false or lists of them", _is_flat),
+]
 Tag = Annotated[str, Rule("1 to 64 characters", _matches(r".{1,64}"))]
 Route = Annotated[
     str,
@@ -94,6 +115,14 @@ class Violation:
 
     def __str__(self) -> str:
         return f"{self.key}={shown(self.value)}: legal: {self.legal}"
+
+
+class Given(dict[str, Any]):
+    """A mapping that goes to somebody else as it is; it is hashed, and so never changed."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        """Hash its JSON."""
+        return hash(json.dumps(self, sort_keys=True))
 
 
 class ConfigError(ValueError):

@@ -6,12 +6,14 @@ import hashlib
 import json
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, get_type_hints
+from typing import TYPE_CHECKING, get_origin, get_type_hints
 
 from rlsp.config.plain import read_plain, to_plain
 from rlsp.config.rules import (
     Count,
     Even,
+    Factory,
+    FilePath,
     Fraction,
     Grace,
     GradLsb,
@@ -19,6 +21,7 @@ from rlsp.config.rules import (
     Name,
     Normal,
     NotNegative,
+    Options,
     Positive,
     Project,
     Resume,
@@ -75,6 +78,28 @@ class TaskKind(Enum):
 
     arithmetic = "arithmetic"
     constant = "constant"
+    jsonl = "jsonl"
+    reasoning_gym = "reasoning_gym"
+    custom = "custom"
+
+
+class TaskOrder(Enum):
+    """In which order an epoch shows the rows of a file."""
+
+    shuffled = "shuffled"
+    file = "file"
+
+
+class ScorerKind(Enum):
+    """Where a response must have the answer; `exact` takes its first mark, else its last number."""
+
+    exact = "exact"
+    tag = "tag"
+    boxed = "boxed"
+    hashes = "hashes"
+    number = "number"
+    text = "text"
+    math_verify = "math_verify"
 
 
 class CorrectionKind(Enum):
@@ -191,12 +216,25 @@ class TaskConfig:
 
     max_operand bounds arithmetic's numbers, reward is what the constant task pays, response_limit (tokens)
     gives every prompt a limit of its own, drawn from 1 up to it (0 for one prompt in eight); null for none.
+    path is a file of JSON lines, prompt_key and label_key name fields of it (null: the usual names).
+    dataset names a generator of reasoning-gym, dataset_config goes to it as it is. factory makes a task of
+    one's own. timeout_s bounds one reward that is computed in a process of its own.
     """
 
     kind: TaskKind
     max_operand: Count
     reward: Reward
     response_limit: Tokens | None
+    path: FilePath | None
+    prompt_key: Label | None
+    label_key: Label | None
+    order: TaskOrder
+    scorer: ScorerKind
+    max_prompt_tokens: Tokens | None
+    dataset: Name | None
+    dataset_config: Options
+    factory: Factory | None
+    timeout_s: Seconds
 
 
 @dataclass(frozen=True)
@@ -333,7 +371,10 @@ def _thaw(node: DictConfig) -> None:
 
     OmegaConf.set_readonly(node, None)
     for name, kind in get_type_hints(OmegaConf.get_type(node) or object).items():
-        if is_dataclass(kind):
+        if get_origin(kind) is dict:
+            node[name] = {}
+            OmegaConf.set_struct(node[name], False)  # its names are for others to know
+        elif is_dataclass(kind):
             if OmegaConf.is_missing(node, name):
                 node[name] = OmegaConf.structured(kind)
             child = node._get_node(name)

@@ -19,6 +19,7 @@ FREE_KEYS = frozenset(
         "tracker",
         "launch",
         "diagnose",
+        "task.timeout_s",
     }
 )
 """Keys of a config (a section stands for all of its keys) that must not change a bit of the results."""

@@ -26,10 +26,10 @@ To write one's own, make a frozen dataclass with the members of `Task`; nothing 
             return float(body == self.prompt(index).text.upper())
 
 Rules: `prompt` and `reward` are pure functions of their arguments and the fields, so that any rank may call
-    them, in
-any order, any number of times; any non-negative index is legal; a prompt is never empty; a reward is
+them, in any order, any number of times; any non-negative index is legal; a prompt is never empty; a reward is
 finite; a response may hold any token id, padding included, may lack an EOS (it was cut) and may be empty.
-To offer the task by name, add it to `build_task` and to the enum `TaskKind`.
+`task=custom task.factory=module:function` takes it from anywhere (docs/tasks.md). To offer it by a name of
+its own, add it to `task_of` and to the enum `TaskKind`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from rlsp.numerics.hashing import hash_words
+
+class TaskError(ValueError):
+    """A task cannot give a prompt or a reward; the message names which one and why."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,8 @@ def until_eos(response: Sequence[int], eos_id: int) -> tuple[int, ...]:
 
 def random_integer(count: int, *words: int) -> int:
     """Draw from 0 … count - 1 by hashing integers, evenly up to count / 2^53."""
+    from rlsp.numerics.hashing import hash_words  # torch: what only looks at a task does without it
+
     return (int(hash_words(*words)) >> 11) % (1 << 53) % count
 
 

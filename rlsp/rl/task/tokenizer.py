@@ -11,6 +11,7 @@ from rlsp.rl.task.protocol import hash_content
 _CHARACTERS: Final = "".join(chr(code) for code in range(ord(" "), ord("~") + 1))
 _IDS: Final = {character: token for token, character in enumerate(_CHARACTERS)}
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+_AROUND: Final = 20
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,18 @@ class CharacterTokenizer:
         for position, character in enumerate(text):
             if character not in _IDS:
                 raise ValueError(
-                    f"character {character!r} (U+{ord(character):04X}) at position {position} of {text!r} "
-                    "has no token: the character tokenizer knows printable ASCII only"
+                    f"character {character!r} (U+{ord(character):04X}) at position {position} of "
+                    f"{_around(text, position)} has no token: the character tokenizer "
+                    "knows printable ASCII only"
                 )
         return tuple(_IDS[character] for character in text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Turn ids into one character each; <pad>, <eos> and ids outside the vocabulary become U+FFFD."""
         return "".join(_CHARACTERS[token] if 0 <= token < len(_CHARACTERS) else _REPLACEMENT for token in ids)
+
+
+def _around(text: str, position: int) -> str:
+    """Show a place of a text, and no more of a long one."""
+    start, end = max(0, position - _AROUND), position + _AROUND
+    return f"{'…' * (start > 0)}{text[start:end]!r}{'…' * (end < len(text))}"

@@ -1,0 +1,180 @@
+"""Prompts and labels from a file of JSON lines: an epoch shows every row once. No torch but for the order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from rlsp.rl.task.lines import LineFile, first_lines
+from rlsp.rl.task.protocol import Prompt, TaskError, Tokenizer, hash_content, until_eos
+from rlsp.rl.task.rows import Fields, Row, RowError, find_fields, parse, read_row
+from rlsp.rl.task.scorer import Scorer
+
+_STREAM: Final = 0x4A534F4E4C494E45  # "JSONLINE": apart from whatever else a seed is hashed for.
+_VERSION: Final = 1
+"""To be raised whenever a prompt or a reward changes for the same fields."""
+
+
+@dataclass(frozen=True)
+class JsonlTask:
+    """Ask what the rows of a file ask, epoch after epoch.
+
+    Attributes:
+        lines: The file.
+        fields: Where its rows have prompt and label.
+        tokenizer: What turns prompts into ids and responses into text.
+        seed: Keys the order of every epoch.
+        shuffled: Whether epochs have an order of their own; if not, it is that of the file.
+        scorer: What a response is worth.
+        max_prompt_tokens: Longest legal prompt; None for any.
+    """
+
+    lines: LineFile
+    fields: Fields
+    tokenizer: Tokenizer
+    seed: int
+    shuffled: bool
+    scorer: Scorer
+    max_prompt_tokens: int | None
+
+    @property
+    def name(self) -> str:
+        """What the manifest calls the task."""
+        return "jsonl"
+
+    @property
+    def content_hash(self) -> str:
+        """64 hex characters over the file's bytes and how they are read, ordered, asked and scored."""
+        return hash_content(
+            {
+                "generator": self.name,
+                "version": _VERSION,
+                "file": self.lines.sha256,
+                "prompt": self.fields.prompt,
+                "label": self.fields.label,
+                "order": f"shuffled by {self.seed}" if self.shuffled else "file",
+                "scorer": self.scorer.name,
+                "max_prompt_tokens": self.max_prompt_tokens or 0,
+                "tokenizer": self.tokenizer.content_hash,
+            }
+        )
+
+    def prompt(self, index: int) -> Prompt:
+        """Make the prompt of an index.
+
+        Raises:
+            TaskError: The row is broken, or its prompt cannot be encoded or is too long; names the line.
+        """
+        line = self._line(index)
+        text = self._row(line).text
+        try:
+            return encode_prompt(text, self.tokenizer, self.max_prompt_tokens)
+        except RowError as error:
+            raise TaskError(f"{self.lines.where(line)}: {error}") from error
+
+    def reward(self, index: int, response: Sequence[int]) -> float:
+        """Score what stands before the first EOS, or all of a response that was cut before one."""
+        text = self.tokenizer.decode(until_eos(response, self.tokenizer.eos_id))
+        return self.scorer.score(self._row(self._line(index)).label, text)
+
+    def _line(self, index: int) -> int:
+        if index < 0:
+            raise ValueError(f"a prompt's index must be at least 0, not {index}")
+        epoch, place = divmod(index, self.lines.count)
+        return int(epoch_order(self.lines.count, self.seed, epoch)[place]) if self.shuffled else place
+
+    def _row(self, line: int) -> Row:
+        try:
+            return read_row(parse(self.lines.read(line)), self.fields)
+        except RowError as error:
+            raise TaskError(f"{self.lines.where(line)}: {error}") from error
+
+
+def open_jsonl(
+    path: str,
+    *,
+    tokenizer: Tokenizer,
+    seed: int,
+    shuffled: bool,
+    scorer: Scorer,
+    prompt_key: str | None,
+    label_key: str | None,
+    max_prompt_tokens: int | None,
+) -> JsonlTask:
+    """Index a file and decide by its first row which fields hold prompts and labels.
+
+    Raises:
+        TaskError: The file cannot be used; names it, and the line where one is to blame.
+    """
+    lines = LineFile.scan(Path(path))
+    try:
+        fields = find_fields(parse(lines.read(0)), prompt_key, label_key)
+    except RowError as error:
+        raise TaskError(f"{lines.where(0)}: {error}") from error
+    return JsonlTask(lines, fields, tokenizer, seed, shuffled, scorer, max_prompt_tokens)
+
+
+def check_first_rows(
+    path: str,
+    *,
+    tokenizer: Tokenizer,
+    prompt_key: str | None,
+    label_key: str | None,
+    max_prompt_tokens: int | None,
+    count: int,
+) -> list[str]:
+    """List what is wrong with the first rows of a file, without reading the rest.
+
+    Returns:
+        One line for every bad row among the first `count`, or one about the file; empty if all is well.
+    """
+    try:
+        lines = first_lines(Path(path), count)
+        fields = None
+        found = []
+        for number, line in lines:
+            try:
+                row = parse(line)
+                fields = fields or find_fields(row, prompt_key, label_key)
+                encode_prompt(read_row(row, fields).text, tokenizer, max_prompt_tokens)
+            except RowError as error:
+                found.append(f"{path}, line {number}: {error}")
+                if fields is None:
+                    break
+    except TaskError as error:
+        return [str(error)]
+    return found
+
+
+def encode_prompt(text: str, tokenizer: Tokenizer, max_tokens: int | None) -> Prompt:
+    """Turn a text into a prompt.
+
+    Raises:
+        RowError: The tokenizer cannot encode it, or makes more than `max_tokens` ids, or none, of it.
+    """
+    try:
+        tokens = tokenizer.encode(text)
+    except ValueError as error:
+        raise RowError(str(error)) from error
+    if not tokens:
+        raise RowError("the prompt has no token")
+    if max_tokens is not None and len(tokens) > max_tokens:
+        raise RowError(f"the prompt has {len(tokens)} tokens: task.max_prompt_tokens allows {max_tokens}")
+    return Prompt(tokens=tokens, text=text)
+
+
+@lru_cache(maxsize=2)  # a rollout may begin in one epoch and end in the next
+def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the order of `count` rows in an epoch: int64, by the hash of (seed, epoch, row)."""
+    import torch
+
+    from rlsp.numerics.hashing import hash_words
+
+    keys = hash_words(_STREAM, seed, epoch, torch.arange(count)).numpy()
+    order: np.ndarray = np.argsort(keys, kind="stable")
+    return order

@@ -1,0 +1,156 @@
+"""The task that a config asks for, and what can be said against it before anything starts. No torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+
+from rlsp.config import Config, ScorerKind, TaskKind, TaskOrder, Violation, to_plain
+from rlsp.rl.reward import Apart, InPlace, Judge
+from rlsp.rl.task import CharacterTokenizer, LimitedTask, Task, TaskError, Tokenizer, build_task
+from rlsp.rl.task.custom import make_custom
+from rlsp.rl.task.jsonl import check_first_rows, open_jsonl
+from rlsp.rl.task.reasoning import ReasoningGymTask, open_reasoning_gym
+from rlsp.rl.task.scorer import ExactScorer, MathVerifyScorer, Scorer
+
+_FIRST_ROWS = 16
+"""Rows that are looked at before anything starts; the others are met as the run comes to them."""
+
+
+_JUDGE = "import sys; sys.path[:] = {path!r}; from rlsp.judge import main; sys.exit(main())"
+_WAIT_SHARE = 0.9
+"""Of the longest wait for a collective, what rewards may take: a slow one's error is the first."""
+
+
+def open_task(config: Config) -> tuple[CharacterTokenizer, Task]:
+    """Make the tokenizer and the task of a run."""
+    tokenizer = CharacterTokenizer()
+    return tokenizer, task_of(config, tokenizer)
+
+
+def judge_of(config: Config, task: Task) -> Judge:
+    """Say who computes rewards: this process for rlsp's own, one apart for foreign code."""
+    if not runs_foreign_code(config):
+        return InPlace(task)
+    opening = json.dumps({"parent": os.getpid(), "config": to_plain(config)})
+    command = [sys.executable, "-c", _JUDGE.format(path=sys.path)]
+    return Apart(command, opening, config.task.timeout_s)
+
+
+def runs_foreign_code(config: Config) -> bool:
+    """Tell whether rewards are computed by code that is not rlsp's: it may raise, hang or crash."""
+    foreign = config.task.kind in (TaskKind.custom, TaskKind.reasoning_gym)
+    return foreign or config.task.scorer is ScorerKind.math_verify
+
+
+def reward_limit_s(config: Config) -> float:
+    """Return how long a rollout's rewards may take, seconds."""
+    return _WAIT_SHARE * config.launch.timeout_s
+
+
+def task_of(config: Config, tokenizer: Tokenizer) -> Task:
+    """Build the task that a config asks for.
+
+    Raises:
+        TaskError: What it needs is not there or cannot be used.
+    """
+    asked = config.task
+    match asked.kind:
+        case TaskKind.jsonl:
+            assert asked.path is not None
+            task: Task = open_jsonl(
+                asked.path,
+                tokenizer=tokenizer,
+                seed=config.seed,
+                shuffled=asked.order is TaskOrder.shuffled,
+                scorer=scorer_of(config),
+                prompt_key=asked.prompt_key,
+                label_key=asked.label_key,
+                max_prompt_tokens=asked.max_prompt_tokens,
+            )
+        case TaskKind.reasoning_gym:
+            task = _reasoning_gym(config, tokenizer)
+        case TaskKind.custom:
+            assert asked.factory is not None
+            task = make_custom(asked.factory, tokenizer=tokenizer, seed=config.seed)
+        case _:
+            task = build_task(
+                asked.kind.value,
+                tokenizer=tokenizer,
+                seed=config.seed,
+                max_operand=asked.max_operand,
+                reward=asked.reward,
+            )
+    limit = asked.response_limit
+    return task if limit is None else LimitedTask(task, config.seed, limit)
+
+
+def scorer_of(config: Config) -> Scorer:
+    """Build the scorer that a config asks for."""
+    kind = config.task.scorer
+    return MathVerifyScorer() if kind is ScorerKind.math_verify else ExactScorer(kind.value)
+
+
+def task_lines(config: Config) -> list[str]:
+    """List what is wrong with a checked config's task on this machine, one line a reason.
+
+    Only what is cheap is looked at: of a file its first rows.
+    """
+    asked = config.task
+    if asked.factory is not None:
+        module = asked.factory.partition(":")[0].partition(".")[0]
+        legal = (
+            f"a function that can be imported: there is no module {module} (PYTHONPATH may name its folder)"
+        )
+        return [] if _is_there(module) else [str(Violation("task.factory", asked.factory, legal))]
+    if asked.kind is TaskKind.reasoning_gym:
+        return _reasoning_lines(config)
+    if asked.path is None:
+        return []
+    try:
+        scorer_of(config)
+    except TaskError as error:
+        return [str(Violation("task.scorer", asked.scorer, f"a scorer that is installed; {error}"))]
+    found = check_first_rows(
+        asked.path,
+        tokenizer=CharacterTokenizer(),
+        prompt_key=asked.prompt_key,
+        label_key=asked.label_key,
+        max_prompt_tokens=asked.max_prompt_tokens,
+        count=_FIRST_ROWS,
+    )
+    return [
+        str(Violation("task.path", asked.path, f"JSON lines with prompts and labels; {line}"))
+        for line in found
+    ]
+
+
+def _reasoning_gym(config: Config, tokenizer: Tokenizer) -> ReasoningGymTask:
+    asked = config.task
+    assert asked.dataset is not None
+    return open_reasoning_gym(
+        asked.dataset,
+        asked.dataset_config,
+        tokenizer=tokenizer,
+        seed=config.seed,
+        where=asked.scorer.value,
+        prompt_key=asked.prompt_key,
+        max_prompt_tokens=asked.max_prompt_tokens,
+    )
+
+
+def _reasoning_lines(config: Config) -> list[str]:
+    try:
+        _reasoning_gym(config, CharacterTokenizer())
+    except TaskError as error:
+        return [str(Violation("task.dataset", config.task.dataset, f"what can be asked here; {error}"))]
+    return []
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
