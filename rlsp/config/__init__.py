@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 from rlsp.config.checks import SMALL_PRODUCT, violations
+from rlsp.config.choices import (
+    CorrectionKind,
+    DeviceKind,
+    Dtype,
+    EngineKind,
+    OptimizerKind,
+    ScorerKind,
+    TaskKind,
+    TaskOrder,
+    TrackerMode,
+)
 from rlsp.config.job import JOB_PATH, Job
 from rlsp.config.plain import leaf_kinds, legal_text, to_plain, unknown_key
 from rlsp.config.rules import ConfigError, Violation
 from rlsp.config.schema import (
     SCHEMA_NAME,
     Config,
-    CorrectionKind,
     DeviceConfig,
-    DeviceKind,
-    Dtype,
-    EngineKind,
     LaunchConfig,
     ModelConfig,
     NumericsConfig,
     OptimizerConfig,
-    OptimizerKind,
     ParallelConfig,
     RolloutConfig,
     RoutesConfig,
-    ScorerKind,
     TaskConfig,
-    TaskKind,
-    TaskOrder,
     TrackerConfig,
-    TrackerMode,
     from_plain,
     register_schema,
 )

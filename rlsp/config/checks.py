@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any, get_args, get_origin
 
+from rlsp.config.choices import CorrectionKind, DeviceKind, ScorerKind, TaskKind
 from rlsp.config.plain import leaf_kinds, legal_text, rule_of
 from rlsp.config.rules import Violation
-from rlsp.config.schema import Config, CorrectionKind, DeviceKind, ScorerKind, TaskKind
+from rlsp.config.schema import Config
 
 SMALL_PRODUCT = 4096
 """A matrix product of M·N·K up to this is left to another kernel, with other bits (NUMERICS §1.1, rule 1)."""

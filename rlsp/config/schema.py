@@ -5,9 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, is_dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, get_origin, get_type_hints
 
+from rlsp.config.choices import (
+    CorrectionKind,
+    DeviceKind,
+    Dtype,
+    EngineKind,
+    OptimizerKind,
+    ScorerKind,
+    TaskKind,
+    TaskOrder,
+    TrackerMode,
+)
 from rlsp.config.plain import read_plain, to_plain
 from rlsp.config.rules import (
     Count,
@@ -43,79 +53,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 SCHEMA_NAME = "rlsp_schema"
-
-
-class Dtype(Enum):
-    """Dtype of the weights and of matrix products."""
-
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-
-
-class EngineKind(Enum):
-    """What generates."""
-
-    native = "native"
-
-
-class TrackerMode(Enum):
-    """Where Weights & Biases keeps the mirror of a run."""
-
-    offline = "offline"
-    online = "online"
-    none = "none"
-
-
-class DeviceKind(Enum):
-    """What the ranks compute on."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class TaskKind(Enum):
-    """What is asked and how answers are scored."""
-
-    arithmetic = "arithmetic"
-    constant = "constant"
-    jsonl = "jsonl"
-    reasoning_gym = "reasoning_gym"
-    custom = "custom"
-
-
-class TaskOrder(Enum):
-    """In which order an epoch shows the rows of a file."""
-
-    shuffled = "shuffled"
-    file = "file"
-
-
-class ScorerKind(Enum):
-    """Where a response must have the answer; `exact` takes its first mark, else its last number."""
-
-    exact = "exact"
-    tag = "tag"
-    boxed = "boxed"
-    hashes = "hashes"
-    number = "number"
-    text = "text"
-    math_verify = "math_verify"
-
-
-class CorrectionKind(Enum):
-    """How the loss makes up for a rollout that computed other log-probabilities than training."""
-
-    none = "none"
-    token_tis = "token_tis"
-    sequence_tis = "sequence_tis"
-    token_mis = "token_mis"
-    sequence_mis = "sequence_mis"
-
-
-class OptimizerKind(Enum):
-    """How weights are updated."""
-
-    adamw = "adamw"
 
 
 @dataclass(frozen=True)
