@@ -138,7 +138,7 @@ def test_a_rank_killed_in_a_real_run_leaves_the_evidence_so_far_intact(make_job:
 def test_a_collective_that_takes_too_long_names_the_rank_that_asks_for_something_else(
     make_job: MakeJob,
 ) -> None:
-    job = make_job("launch.timeout_s=1.0")
+    job = make_job("launch.timeout_s=4.0")
     ended = run(job, "ask_for_different_things")
     assert ended.status == 1
     assert "(at: rollout 0: generating; collective 4 world(0..1)#4 " in ended.reason
@@ -149,7 +149,7 @@ def test_a_collective_that_takes_too_long_names_the_rank_that_asks_for_something
 
 
 def test_a_collective_that_takes_too_long_names_the_rank_that_did_not_arrive(make_job: MakeJob) -> None:
-    job = make_job("launch.timeout_s=1.0")
+    job = make_job("launch.timeout_s=4.0")
     ended = run(job, "stay_away")
     assert ended.status == 1
     assert ended.reason.startswith("rank 1 did not arrive (at: rollout 0: scoring; collective 2")

@@ -73,11 +73,18 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def without_empty(config: dict[str, Any]) -> dict[str, Any]:
+    """Leave out empty mappings, which wandb drops (`task.dataset_config`)."""
+    kept = {key: without_empty(value) if isinstance(value, dict) else value for key, value in config.items()}
+    return {key: value for key, value in kept.items() if value != {}}
+
+
 def assert_rows_and_files_arrived(stored: StoredRun, run_dir: Path) -> None:
     """Compare everything but artifacts with the local files."""
     assert stored.rows == rows_of(run_dir)
     manifest = json.loads((run_dir / "manifest.json").read_text())
-    assert {name: value for name, value in stored.config.items() if name != "rlsp"} == manifest["config"]
+    sent = {name: value for name, value in stored.config.items() if name != "rlsp"}
+    assert sent == without_empty(manifest["config"])
     assert stored.config["rlsp"]["config_hash"] == manifest["config_hash"]
     verdict = json.loads((run_dir / "VERDICT.json").read_text())
     assert (stored.summary["verdict"], stored.summary["reasons"]) == (verdict["verdict"], verdict["reasons"])
