@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,27 @@ def test_every_kind_of_uncommitted_change_gives_its_own_hash(package):
         assert revision.dirty is True
         assert revision.dirty_diff_hash not in seen
         seen.add(revision.dirty_diff_hash)
+
+
+def test_links_and_pipes_in_the_work_tree_end_no_run(package):
+    """A copy of a run folder beside the code has links: wandb makes them."""
+    root = package.parent
+    (root / "link").symlink_to("nowhere")
+    first = code_revision(package).dirty_diff_hash
+    (root / "link").unlink()
+    (root / "link").symlink_to("elsewhere")
+    second = code_revision(package).dirty_diff_hash
+    os.mkfifo(root / "pipe")
+    (root / "folder").symlink_to(package)
+    assert len({first, second, code_revision(package).dirty_diff_hash}) == 3
+
+
+def test_a_source_file_that_is_a_link_counts_with_its_content(package, tmp_path):
+    (tmp_path / "real.py").write_text("a")
+    (package / "linked.py").symlink_to(tmp_path / "real.py")
+    before = code_revision(package).source_hash
+    (tmp_path / "real.py").write_text("b")
+    assert code_revision(package).source_hash != before
 
 
 def test_a_staged_change_is_dirty_too_and_an_ignored_file_is_not(package):

@@ -82,7 +82,7 @@ def source_hash(package: Path = _PACKAGE) -> str:
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*")):
         if path.suffix in _SOURCE_SUFFIXES and path.is_file():
-            digest.update(f"{path.relative_to(package).as_posix()}\0{sha256_file(path)}\n".encode())
+            digest.update(f"{path.relative_to(package).as_posix()}\0{sha256_file(path.resolve())}\n".encode())
     return digest.hexdigest()
 
 
@@ -118,11 +118,20 @@ def _uncommitted(root: Path) -> str | None:
     untracked = (_git(root, "ls-files", "--others", "--exclude-standard", "-z") or b"").split(b"\0")
     digest, dirty = hashlib.sha256(difference), bool(difference)
     for name in sorted(filter(None, untracked)):
-        path = root / os.fsdecode(name)
-        if path.is_file():
-            digest.update(name + b"\0" + sha256_file(path).encode() + b"\n")
-            dirty = True
+        digest.update(name + b"\0" + _untracked(root / os.fsdecode(name)) + b"\n")
+        dirty = True
     return digest.hexdigest() if dirty else None
+
+
+def _untracked(path: Path) -> bytes:
+    """Identify what lies in the work tree: a link by where it leads, as git does; what nobody can read by that.
+
+    Whatever lies there, a run does not end over it.
+    """
+    try:
+        return os.fsencode(path.readlink()) if path.is_symlink() else sha256_file(path).encode()
+    except OSError as error:
+        return str(error.strerror).encode()
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
