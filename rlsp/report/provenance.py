@@ -124,7 +124,7 @@ def _uncommitted(root: Path) -> str | None:
 
 
 def _untracked(path: Path) -> bytes:
-    """Identify what lies in the work tree: a link by where it leads, as git does; what nobody can read by that.
+    """Identify what lies in the work tree: a link by where it leads, as git does; the unreadable by that.
 
     Whatever lies there, a run does not end over it.
     """
