@@ -329,7 +329,9 @@ def test_an_entity_that_does_not_exist_is_one_warning_and_the_run_is_kept_offlin
     job = online_job("tracker.entity=nobody")
     ended = Owner(job, "finish").end()
     assert ended.verdict["aborted"] is None
-    said = [line for line in ended.output.splitlines() if line.startswith("  tracker: ")]
+    lines = [line for line in ended.output.splitlines() if line.startswith("  tracker: ")]
+    # On a busy machine the run may end while W&B still looks for the entity, and say that it waits.
+    said = [line for line in lines if "W&B is still sending" not in line]
     assert len(said) == 1
     assert said[0].startswith("  tracker: W&B cannot be reached, this run is kept offline: ")
     assert "entity nobody not found" in said[0]
