@@ -124,3 +124,30 @@ def test_a_step_that_leaves_weights_without_a_value_stops_every_rank(tmp_path: P
 
     with pytest.raises(NonFiniteWeightsError, match=r"not finite in: output_layer\.weight"):
         judged(tmp_path / "run", compose, plant=overflows_on_one_rank)
+
+
+def test_a_recomputed_old_policy_that_is_the_rollouts_all_the_same_fails_the_evidence(
+    tmp_path: Path, compose: Any
+) -> None:
+    native = ("numerics=native", "reuse_rollout_logprob=false")
+    reused = mock.patch.object(Trainer, "score", lambda self, batch: batch.logp)
+    found = judged(tmp_path / "run", compose, *native, plant=lambda rank: reused)
+    assert verdicts(found)["evidence"] == "FAIL"
+    assert any("train/old_logprob_mismatched" in reason for reason in found.reasons)
+    assert "evidence" not in verdicts(judged(tmp_path / "fair", compose, *native))
+
+
+def test_an_update_that_steps_twice_fails_the_version_gate(tmp_path: Path, compose: Any) -> None:
+    step = AdamW.step
+
+    def twice(self: AdamW, *arguments: Any) -> None:
+        step(self, *arguments)
+        step(self, *arguments)
+
+    found = judged(
+        tmp_path / "run",
+        compose,
+        "num_rollouts=2",
+        plant=lambda rank: mock.patch.object(AdamW, "step", twice),
+    )
+    assert verdicts(found)["version"] == "FAIL"
