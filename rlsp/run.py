@@ -26,7 +26,7 @@ from rlsp.rl.optimizer import AdamW, Hyperparameters
 from rlsp.rl.reward import Judge, score
 from rlsp.rl.rollout.dispatch import Rollouts
 from rlsp.rl.rollout.native import NativeEngine, Sampling, Sequence
-from rlsp.rl.task import CharacterTokenizer, Task, Tokenizer
+from rlsp.rl.task import Task, Tokenizer
 from rlsp.rl.update import Objective, Step, Trainer
 from rlsp.task import judge_of, open_task, reward_limit_s
 
@@ -65,7 +65,7 @@ def _live(job: Job, place: Place) -> None:
 
         board.phase(f"rollout {index}: generating")
         sequences = sequences_of(config, task, index)
-        sampling = sampling_of(config, index, tokenizer.eos_id)
+        sampling = sampling_of(config, index, tokenizer)
         batch = rollouts.generate(sequences, sampling, version)
         watch.lap("time/rollout_s")
 
@@ -96,7 +96,7 @@ def _live(job: Job, place: Place) -> None:
     board.phase("done")
 
 
-def _open_task(config: Config, place: Place) -> tuple[CharacterTokenizer, Task, Judge]:
+def _open_task(config: Config, place: Place) -> tuple[Tokenizer, Task, Judge]:
     """Open the task first: what is wrong with its data is said before anything costs time."""
     place.board.phase("opening the task")
     tokenizer, task = open_task(config)
@@ -159,10 +159,10 @@ def sequences_of(config: Config, task: Task, rollout: int) -> list[Sequence]:
     ]
 
 
-def sampling_of(config: Config, rollout: int, eos_id: int) -> Sampling:
+def sampling_of(config: Config, rollout: int, tokenizer: Tokenizer) -> Sampling:
     """Say how this rollout draws."""
-    eos = None if config.rollout.ignore_eos else eos_id
-    return Sampling(config.seed, rollout, config.temperature, config.max_response_tokens, eos)
+    ends = () if config.rollout.ignore_eos else tokenizer.eos_ids
+    return Sampling(config.seed, rollout, config.temperature, config.max_response_tokens, ends)
 
 
 def _rewards(
@@ -234,7 +234,7 @@ def trainer_of(config: Config, models: Models, mesh: Mesh) -> Trainer:
     )
 
 
-def rollouts_of(config: Config, models: Models, mesh: Mesh, tokenizer: CharacterTokenizer) -> Rollouts:
+def rollouts_of(config: Config, models: Models, mesh: Mesh, tokenizer: Tokenizer) -> Rollouts:
     """Put the engine, where this rank has one, to work for its group."""
     engine = None if models.engine is None else NativeEngine(models.engine, *cache_shape(config))
     return Rollouts(models.trainer, engine, config.rollout_layout, mesh, tokenizer.pad_id)
