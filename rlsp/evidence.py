@@ -85,7 +85,9 @@ def startup_facts(
         contract={**asdict(contract), "elementwise": list(contract.elementwise)},
         contract_hash=contract.sha256,
         data_hash=task.content_hash,
+        tokenizer=tokenizer.name,
         tokenizer_hash=tokenizer.content_hash,
+        chat_template_hash=tokenizer.template_hash,
         initial_weights_digest=weights_digest(models.trainer),
         kernels=kernels,
         certificate={

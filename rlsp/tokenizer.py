@@ -64,7 +64,7 @@ def _guarded(config: Config, folder: Path) -> tuple[int, ...]:
     try:
         return stated_eos(folder)
     except TokenizerFilesError as error:
-        raise ConfigError((_refused("eos_ids", [], f"token ids; {error}"),)) from error
+        raise ConfigError((_refused("eos_ids", config.tokenizer.eos_ids, f"token ids; {error}"),)) from error
 
 
 def _hugging_face(config: Config) -> Tokenizer:
@@ -123,7 +123,7 @@ def _eos_of(config: Config, source: Source, found: list[Violation]) -> tuple[int
     except ConfigError as error:
         found += error.violations
     except TokenizerFilesError as error:
-        found.append(_refused("eos_ids", [], f"token ids; {error}"))
+        found.append(_refused("eos_ids", config.tokenizer.eos_ids, f"token ids; {error}"))
     return ()
 
 
@@ -133,7 +133,7 @@ def _checked_eos(config: Config, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
     Raises:
         ConfigError: With the one reason.
     """
-    size, asked = config.model.vocab_size, list(config.tokenizer.eos_ids)
+    size, asked = config.model.vocab_size, config.tokenizer.eos_ids
     if not eos_ids and not config.rollout.ignore_eos:
         why = "at least one id (neither tokenizer nor model names one), or rollout.ignore_eos=true"
         raise ConfigError((_refused("eos_ids", asked, why),))

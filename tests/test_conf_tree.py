@@ -22,7 +22,11 @@ PACKAGE = Path(__file__).parents[1] / "rlsp"
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "__pycache__")
 FILES = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 LAYOUTS = [name for group, name in FILES if group == "parallel"]
-NEEDED = {"jsonl": ("task.path=rows.jsonl",), "custom": ("task.factory=mine:make",)}  # what no file can state
+NEEDED = {  # what no file can state
+    "jsonl": ("task.path=rows.jsonl",),
+    "custom": ("task.factory=mine:make",),
+    "none": ("task=jsonl", "task.path=rows.jsonl"),  # a tokenizer that knows no text; a tracker does not mind
+}
 
 
 @pytest.mark.parametrize(("group", "option"), FILES, ids=[f"{group}={option}" for group, option in FILES])
@@ -55,6 +59,7 @@ def test_the_layouts_of_the_first_release_are_there() -> None:
     [
         ("model", "name"),
         ("task", "kind"),
+        ("tokenizer", "kind"),
         ("device", "kind"),
         ("optimizer", "kind"),
         ("tracker", "mode"),
@@ -132,7 +137,7 @@ def test_no_value_stands_in_python() -> None:
     # The schema has types alone: a default there would be a second home beside conf/.
     tree = ast.parse((PACKAGE / "config" / "schema.py").read_text())
     sections = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.decorator_list]
-    assert len(sections) == 12
+    assert len(sections) == 13
     assert [field.lineno for section in sections for field in section.body if _has_default(field)] == []
 
 

@@ -141,4 +141,6 @@ def shown(value: object) -> str:
         return value.name
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(shown, value))}]"
     return str(value) or "''"

@@ -83,9 +83,11 @@ def read_source(path: Path) -> Source:
     file = gguf_file(path)
     try:
         return _read_folder(path) if file is None else _read_gguf(file)
+    except TokenizerFilesError:
+        raise
     except OSError as error:
         raise TokenizerFilesError(f"{error.filename or path}: cannot be read: {error.strerror}") from error
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TokenizerFilesError(
             f"{path}: its files are not laid out as a tokenizer's: {error!r}"
         ) from error
