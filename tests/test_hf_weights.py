@@ -17,7 +17,7 @@ from rlsp import bits
 from rlsp.config import ModelConfig
 from rlsp.layout import Layout
 from rlsp.model.hf import hugging_face_weights, load_hugging_face, write_folder, zero_padding
-from rlsp.pretrained.architecture import describe, shape_of
+from rlsp.pretrained.architecture import shape_of
 from rlsp.pretrained.names import HEAD
 
 LLAMA = replace(TINY, qk_norm=False)
@@ -100,7 +100,7 @@ def test_a_written_folder_holds_every_tensor_once(tmp_path: Path, shard_bytes: i
         model = policy(alone(), shape=shape)
         state = state_of(shape)
         load_hugging_face(model, shape, state)
-        write_folder(model, shape, folder, alone().world, describe(shape), shard_bytes=shard_bytes)
+        write_folder(model, shape, folder, alone().world, shard_bytes)
         if shape.tie_embeddings:
             del state[HEAD]
         files = sorted(folder.glob("*.safetensors"))
