@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlsp import collectives, determinism
-from rlsp.board import Place
+from rlsp.board import BoardWriter, Place
 from rlsp.config import Config, CorrectionKind, DeviceKind, Job
 from rlsp.diagnostics import Diagnostics
 from rlsp.evidence import Evidence, Stopwatch, startup_facts
 from rlsp.groups import Ledger, Mesh, build_mesh
+from rlsp.layout import padded_groups
 from rlsp.model.assemble import Models, assemble
 from rlsp.model.compat import native_layers
+from rlsp.model.hf import EXPORT_NAME, write_folder
 from rlsp.replay import Record
 from rlsp.report import manifest
 from rlsp.rl.advantage import group_advantages
@@ -93,6 +96,7 @@ def _live(job: Job, place: Place) -> None:
             index, batch, rewards, advantages, steps, digests, versions, watch, old_logp, correction
         )
         diagnostics.look(Record(index, sequences, sampling, batch, steps[0].forward, digests[0], versions[1]))
+    _export(job, models, mesh, board)
     board.phase("done")
 
 
@@ -108,6 +112,13 @@ def _announce(job: Job, models: Models, mesh: Mesh, task: Task, tokenizer: Token
     facts = startup_facts(job.config, models, mesh, task, tokenizer)
     if mesh.world.index == 0:
         manifest.add_startup(job.run_dir, facts)
+
+
+def _export(job: Job, models: Models, mesh: Mesh, board: BoardWriter) -> None:
+    """Write the weights that the run leaves, where that was asked for, as transformers and vLLM load them."""
+    if job.config.export:
+        board.phase("exporting weights")
+        write_folder(models.trainer, job.config.model, Path(job.run_dir) / EXPORT_NAME, mesh.world)
 
 
 def _check_agreement(mesh: Mesh) -> None:
@@ -242,4 +253,5 @@ def rollouts_of(config: Config, models: Models, mesh: Mesh, tokenizer: Tokenizer
 
 def cache_shape(config: Config) -> tuple[int, int, int]:
     """Return the engine's key-value heads on one rank, the head size and the layers."""
-    return config.model.num_query_groups // config.rollout.tp, config.model.head_dim, config.model.num_layers
+    groups = padded_groups(config.model.num_query_groups, config.numerics.virtual_tp)
+    return groups // config.rollout.tp, config.model.head_dim, config.model.num_layers

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from rlsp.config import ChatUse, Config, ConfigError, TaskKind, TokenizerKind, Violation
 from rlsp.rl.task import Tokenizer
 from rlsp.rl.task.chat import ChatTemplate
@@ -30,7 +28,7 @@ def tokenizer_kind(config: Config) -> TokenizerKind:
         return asked.kind
     if path is None:
         return TokenizerKind.character
-    found = asked.path is not None or holds_tokenizer(Path(path))
+    found = asked.path is not None or holds_tokenizer(path)
     return TokenizerKind.hugging_face if found else TokenizerKind.none
 
 
@@ -40,31 +38,28 @@ def open_tokenizer(config: Config) -> Tokenizer:
     Raises:
         ConfigError: It cannot be had, or does not fit the model or the task; all reasons are listed.
     """
-    match tokenizer_kind(config):
-        case TokenizerKind.hugging_face:
-            return _hugging_face(config)
-        case TokenizerKind.none:
-            return _no_tokenizer(config)
-        case _:
-            return CharacterTokenizer()
+    try:
+        match tokenizer_kind(config):
+            case TokenizerKind.hugging_face:
+                return _hugging_face(config)
+            case TokenizerKind.none:
+                return _no_tokenizer(config)
+            case _:
+                return CharacterTokenizer()
+    except TokenizerFilesError as error:
+        legal = f"a folder with tokenizer.json, or a GGUF file; {error}"
+        raise ConfigError((_refused("path", config.tokenizer_path, legal),)) from error
 
 
 def _no_tokenizer(config: Config) -> NoTokenizer:
-    asked, found = config.tokenizer, []
     if config.task.kind not in _IN_IDS:
-        found.append(_refused("kind", asked.kind, f"one that knows text; {config.tokenizer_path} has none"))
+        why = f"{config.tokenizer_path} has none, and task.kind={config.task.kind.name} asks in text"
+        raise ConfigError((_refused("kind", config.tokenizer.kind, f"character or hugging_face ({why})"),))
+    found: list[Violation] = []
+    eos_ids = _eos_of(config, (), found)
     if found:
         raise ConfigError(tuple(found))
-    path = config.model_path
-    eos_ids = asked.eos_ids or (() if path is None else _guarded(config, Path(path)))
-    return NoTokenizer(config.model.vocab_size, _checked_eos(config, eos_ids))
-
-
-def _guarded(config: Config, folder: Path) -> tuple[int, ...]:
-    try:
-        return stated_eos(folder)
-    except TokenizerFilesError as error:
-        raise ConfigError((_refused("eos_ids", config.tokenizer.eos_ids, f"token ids; {error}"),)) from error
+    return NoTokenizer(config.model.vocab_size, eos_ids)
 
 
 def _hugging_face(config: Config) -> Tokenizer:
@@ -72,16 +67,12 @@ def _hugging_face(config: Config) -> Tokenizer:
     if path is None:
         raise ConfigError((_refused("path", None, "a folder with tokenizer.json, or a GGUF file"),))
     if not is_installed():
-        why = "character or none; tokenizers is not installed: it comes with `pip install 'rlsp[hf]'`"
-        raise ConfigError((_refused("kind", config.tokenizer.kind, why),))
-    try:
-        source = read_source(Path(path))
-    except TokenizerFilesError as error:
-        why = f"a folder with tokenizer.json, or a GGUF file; {error}"
-        raise ConfigError((_refused("path", path, why),)) from error
+        why = "tokenizers is not installed: it comes with `pip install 'rlsp[hf]'`"
+        raise ConfigError((_refused("kind", config.tokenizer.kind, f"character or none; {why}"),))
+    source = read_source(path)
     found: list[Violation] = []
     template = _template(config, source, found)
-    eos_ids = _eos_of(config, source, found)
+    eos_ids = _eos_of(config, source.eos_ids, found)
     opened = source.open(eos_ids, template)
     if opened.vocab_size > config.model.vocab_size:
         legal = f"at least {opened.vocab_size}, the ids of the tokenizer"
@@ -115,31 +106,20 @@ def _template(config: Config, source: Source, found: list[Violation]) -> ChatTem
     return template
 
 
-def _eos_of(config: Config, source: Source, found: list[Violation]) -> tuple[int, ...]:
-    """Take the stated EOS, or the tokenizer's own with those that the model names."""
-    try:
-        model = () if config.model_path is None else stated_eos(Path(config.model_path))
-        return _checked_eos(config, config.tokenizer.eos_ids or tuple(dict.fromkeys(source.eos_ids + model)))
-    except ConfigError as error:
-        found += error.violations
-    except TokenizerFilesError as error:
-        found.append(_refused("eos_ids", config.tokenizer.eos_ids, f"token ids; {error}"))
-    return ()
+def _eos_of(config: Config, own: tuple[int, ...], found: list[Violation]) -> tuple[int, ...]:
+    """Take the stated EOS, or the tokenizer's own with those that the model names.
 
-
-def _checked_eos(config: Config, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Refuse EOS that no model could draw, and none at all where responses are to end.
-
-    Raises:
-        ConfigError: With the one reason.
+    Refuse what no model could draw, and none at all where responses are to end.
     """
-    size, asked = config.model.vocab_size, config.tokenizer.eos_ids
+    asked, path, size = config.tokenizer.eos_ids, config.model.path, config.model.vocab_size
+    named = own + (() if path is None else stated_eos(path))
+    eos_ids = asked or tuple(dict.fromkeys(named))
     if not eos_ids and not config.rollout.ignore_eos:
         why = "at least one id (neither tokenizer nor model names one), or rollout.ignore_eos=true"
-        raise ConfigError((_refused("eos_ids", asked, why),))
+        found.append(_refused("eos_ids", asked, why))
     if high := [token for token in eos_ids if token >= size]:
-        why = f"ids below model.vocab_size={size} ({', '.join(map(str, high))} is named)"
-        raise ConfigError((_refused("eos_ids", asked, why),))
+        why = f"ids below model.vocab_size={size}, not {', '.join(map(str, high))}"
+        found.append(_refused("eos_ids", asked, why))
     return eos_ids
 
 

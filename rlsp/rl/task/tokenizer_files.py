@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from rlsp.pretrained.architecture import PretrainedError
+from rlsp.pretrained.folder import gguf_file, located
+from rlsp.pretrained.gguf import GgufHead, described, read_head
 from rlsp.rl.task.chat import ChatTemplate
-from rlsp.rl.task.gguf import backend_of, read_header
+from rlsp.rl.task.gguf import backend_of
 from rlsp.rl.task.hugging_face import HuggingFaceTokenizer
 
 if TYPE_CHECKING:
@@ -49,40 +52,37 @@ class Source:
         return HuggingFaceTokenizer(self.backend, tuple(eos_ids), padding, self.prefix, template)
 
 
-def holds_tokenizer(path: Path) -> bool:
-    """Tell whether a checkpoint comes with a tokenizer, readable or not."""
-    return gguf_file(path) is not None or any((path / name).exists() for name in (_MAIN, *_OTHERS))
+def holds_tokenizer(path: str) -> bool:
+    """Tell whether a checkpoint comes with a tokenizer, readable or not; raise as `read_source` does."""
+    place = _located(path)
+    return _gguf_file(place) is not None or any((place / name).exists() for name in (_MAIN, *_OTHERS))
 
 
-def gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file that a path is, or the one that lies in a folder without tokenizer.json."""
-    if path.is_file():
-        return path
-    found = sorted(path.glob("*.gguf"))
-    return found[0] if len(found) == 1 and not (path / _MAIN).exists() else None
+def stated_eos(path: str) -> tuple[int, ...]:
+    """Return the ids that end a response by what a checkpoint says, not its tokenizer; maybe none.
 
-
-def stated_eos(folder: Path) -> tuple[int, ...]:
-    """Return the ids that end a response by generation_config.json, or else by config.json; maybe none."""
+    Raises:
+        TokenizerFilesError: It cannot be read, or says something else.
+    """
+    place = _located(path)
+    if (file := _gguf_file(place)) is not None:
+        return _ids_of(described(_head_of(file)), file)
     for name in ("generation_config.json", "config.json"):
-        stated = _json(folder / name).get("eos_token_id")
-        ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
-        if not all(type(token) is int and token >= 0 for token in ids):
-            raise TokenizerFilesError(f"{folder / name}: eos_token_id={stated}: legal: token ids")
-        if ids:
-            return tuple(ids)
+        if ids := _ids_of(_json(place / name), place / name):
+            return ids
     return ()
 
 
-def read_source(path: Path) -> Source:
+def read_source(path: str) -> Source:
     """Read a tokenizer.
 
     Raises:
         TokenizerFilesError: It is not there or cannot be used.
     """
-    file = gguf_file(path)
+    place = _located(path)
+    file = _gguf_file(place)
     try:
-        return _read_folder(path) if file is None else _read_gguf(file)
+        return _read_folder(place) if file is None else _read_gguf(file)
     except TokenizerFilesError:
         raise
     except OSError as error:
@@ -93,9 +93,39 @@ def read_source(path: Path) -> Source:
         ) from error
 
 
-def _read_gguf(path: Path) -> Source:
+def _located(path: str) -> Path:
     try:
-        header = read_header(path)
+        return located(path)
+    except PretrainedError as error:
+        raise TokenizerFilesError(f"{path}: {'; '.join(error.lines)}") from error
+
+
+def _gguf_file(place: Path) -> Path | None:
+    """Name the GGUF file at a place that has no tokenizer.json."""
+    try:
+        return None if (place / _MAIN).exists() else gguf_file(place)
+    except PretrainedError as error:
+        raise TokenizerFilesError(f"{place}: {'; '.join(error.lines)}") from error
+
+
+def _head_of(file: Path, *, arrays: bool = False) -> GgufHead:
+    try:
+        return read_head(file, arrays=arrays)
+    except PretrainedError as error:
+        raise TokenizerFilesError(f"{file.parent}: {'; '.join(error.lines)}") from error
+
+
+def _ids_of(stated: Mapping[str, Any], file: Path) -> tuple[int, ...]:
+    value = stated.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise TokenizerFilesError(f"{file}: eos_token_id={value}: legal: token ids")
+    return tuple(ids)
+
+
+def _read_gguf(path: Path) -> Source:
+    header = _head_of(path, arrays=True).fields
+    try:
         backend = backend_of(header)
     except (ValueError, KeyError) as error:
         raise TokenizerFilesError(f"{path}: {error}") from error
@@ -120,8 +150,6 @@ _GGUF_NAMES: Final = {
 def _read_folder(folder: Path) -> Source:
     from tokenizers import Tokenizer
 
-    if not folder.is_dir():
-        raise TokenizerFilesError(f"{folder}: no such folder or file")
     path = folder / _MAIN
     if not path.exists():
         raise TokenizerFilesError(
@@ -139,7 +167,7 @@ def _read_folder(folder: Path) -> Source:
     _add_tokens(backend, config, folder)
     special = _special_tokens(config)
     eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
-    ids = dict.fromkeys([*([] if eos is None else [eos]), *stated_eos(folder)])
+    ids = dict.fromkeys([*([] if eos is None else [eos]), *stated_eos(str(folder))])
     return Source(backend, special, _template(folder, config), tuple(ids), _prefix(backend))
 
 
