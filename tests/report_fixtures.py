@@ -121,6 +121,14 @@ def plain_config(**changes: Any) -> dict[str, Any]:
             "factory": None,
             "timeout_s": 10.0,
         },
+        "tokenizer": {
+            "kind": "auto",
+            "path": None,
+            "chat": "auto",
+            "system_prompt": None,
+            "template_options": {},
+            "eos_ids": [],
+        },
         "device": {"kind": "cpu", "backend": "gloo"},
         "optimizer": {"kind": "adamw", "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.0},
         "tracker": {
