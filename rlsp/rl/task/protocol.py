@@ -17,13 +17,15 @@ To write one's own, make a frozen dataclass with the members of `Task`; nothing 
             fields = {"generator": self.name, "version": 1, "seed": self.seed}
             return hash_content({**fields, "tokenizer": self.tokenizer.content_hash})
 
+        def word(self, index: int) -> str:
+            return ("stop", "go")[random_integer(2, self.seed, index)]
+
         def prompt(self, index: int) -> Prompt:
-            word = ("stop", "go")[random_integer(2, self.seed, index)]
-            return self.tokenizer.prompt([("user", word)])
+            return self.tokenizer.prompt([("user", self.word(index))])
 
         def reward(self, index: int, response: Sequence[int]) -> float:
             body = self.tokenizer.decode(until_eos(response, *self.tokenizer.eos_ids))
-            return float(body.lower() == ("stop", "go")[random_integer(2, self.seed, index)])
+            return float(body == self.word(index).upper())
 
 Rules: `prompt` and `reward` are pure functions of their arguments and the fields, so that any rank may call
 them, in any order, any number of times; any non-negative index is legal; a prompt is never empty; a reward is
