@@ -220,18 +220,7 @@ def drifting_replica(rank: int, world: int, config: Config, folder: str) -> str:
     digest = weights_digest(of.model)
     watch = Stopwatch(Ledger())
     with pytest.raises(DisagreementError) as caught:
-        evidence.record(
-            0,
-            data,
-            [0.0] * 7,
-            ADVANTAGES,
-            steps,
-            (digest, digest),
-            (0, 0),
-            watch,
-            data.logp,
-            {},
-        )
+        evidence.record(0, data, [0.0] * 7, ADVANTAGES, steps, (digest, digest), (0, 0), watch, data.logp, {})
     return str(caught.value)
 
 

@@ -33,7 +33,7 @@ from rlsp.report.plan_traffic import traffic
 STARTED = "2026-01-01T00:00:00+00:00"
 SMALL = (
     "num_rollouts=1",
-    "prompts_per_rollout=3",
+    "prompts_per_rollout=4",
     "samples_per_prompt=2",
     "max_response_tokens=24",
     "task.response_limit=24",  # ragged and empty responses

@@ -21,7 +21,7 @@ from rlsp.report.plan import Plan, layouts, plan
 from rlsp.report.plan_shapes import Work
 
 _PROMPT_TOKENS = 8  # about what the built-in task asks, where the task states no limit
-_GIB, _MIB = 1 << 30, 1 << 20
+_UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 _EPILOG = """memory is what strict routes need: weights, optimizer, sums and cache exactly, activations within
 a few per cent, logits and workspace as upper estimates. Bytes are what a rank receives in one rollout with
 its updates, every response at its longest, counted as comm/*_bytes in metrics.jsonl are (docs/plan.md).
@@ -85,7 +85,15 @@ def _parser() -> argparse.ArgumentParser:
 def _composed(chosen: argparse.Namespace) -> Config:
     where = argparse.Namespace(config_path=None, config_name=None, config_dir=chosen.config_dir)
     with open_composer(where) as composer:
-        return checked(composer.require_run([*spelt_out(chosen.overrides), "hydra.mode=RUN"]))
+        # Any layout of so many ranks will do to compose: each is checked by itself afterwards.
+        sizes = {"dp": 1, "cp": chosen.ranks, "tp": 1, "sp": 1} if chosen.ranks is not None else {}
+        layout = [f"parallel.{axis}={size}" for axis, size in sizes.items()]
+        return checked(composer.require_run([*spelt_out(chosen.overrides), *layout, "hydra.mode=RUN"]))
+
+
+def _unit(largest: int) -> tuple[str, int]:
+    """Choose the largest unit of which there is one."""
+    return next(((name, size) for name, size in _UNITS.items() if largest >= size), ("KiB", _UNITS["KiB"]))
 
 
 def _show(of: Plan, console: Console) -> None:
@@ -95,25 +103,29 @@ def _show(of: Plan, console: Console) -> None:
         f"{config.device.kind.name}; {len(of.work.prompts)} sequences of {max(of.work.lengths)} tokens"
     )
     need = of.largest
-    table = _table(f"memory of rank {need.rank}, the largest of {len(of.needs)}", "", "GiB")
+    unit, size = _unit(need.memory.peak)
+    table = _table(f"memory of rank {need.rank}, the largest of {len(of.needs)}", "", unit)
     for name, octets in need.plain()["memory_bytes"].items():
-        table.add_row(name, f"{octets / _GIB:.3f}")
+        table.add_row(name, f"{octets / size:.2f}")
     console.print(table)
     need = of.busiest
     title = f"received by rank {need.rank}, the most of all, in one rollout with its updates"
-    table = _table(title, "phase", "axis", "operation", "MiB")
+    unit, size = _unit(need.received)
+    table = _table(title, "phase", "axis", "operation", unit)
     for row in need.plain()["received_bytes"]:
-        table.add_row(row["phase"], row["axis"], row["operation"], f"{row['bytes'] / _MIB:.2f}")
-    table.add_row("all", "", "", f"{need.received / _MIB:.2f}")
+        table.add_row(row["phase"], row["axis"], row["operation"], f"{row['bytes'] / size:.2f}")
+    table.add_row("all", "", "", f"{need.received / size:.2f}")
     console.print(table)
 
 
 def _show_layouts(plans: list[Plan], refused: list[tuple[str, tuple[str, ...]]], console: Console) -> None:
-    """Show a row a layout: GiB of its largest rank, MiB that its busiest rank receives."""
+    """Show a row a layout: memory of its largest rank, and what its busiest rank receives."""
+    held_in, held_size = _unit(max((of.largest.memory.peak for of in plans), default=0))
+    moved_in, moved_size = _unit(max((of.busiest.received for of in plans), default=0))
     table = _table(
-        "GiB of the largest rank; MiB that the busiest receives in one rollout with its updates",
-        *("layout", "weights", "optimizer", "sums", "activations", "logits", "cache", "peak GiB"),
-        *("hand-over", "generating", "train tp", "train cp", "train sums", "all MiB"),
+        f"{held_in} of the largest rank; {moved_in} that the busiest receives in a rollout with its updates",
+        *("layout", "weights", "optimizer", "sums", "activations", "logits", "cache", "peak"),
+        *("hand-over", "generating", "train tp", "train cp", "train sums", "all"),
     )
     for of in sorted(plans, key=lambda of: of.largest.memory.peak):
         memory, need = of.largest.memory, of.busiest
@@ -126,7 +138,8 @@ def _show_layouts(plans: list[Plan], refused: list[tuple[str, tuple[str, ...]]],
             *(train["tp"], train["cp"], train["token"] + train["world"] + train["dp"]),
             need.received,
         )
-        table.add_row(of.word, *(f"{n / _GIB:.2f}" for n in sizes), *(f"{n / _MIB:.1f}" for n in moved))
+        cells = [f"{n / held_size:.2f}" for n in sizes] + [f"{n / moved_size:.2f}" for n in moved]
+        table.add_row(of.word, *cells)
     console.print(table)
     for word, why in refused:
         console.print(f"{word}: refused: {'; '.join(why)}")
