@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import asdict
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from rlsp import bits, collectives, determinism
 from rlsp.config import Config, Job
-from rlsp.groups import Mesh
+from rlsp.groups import Ledger, Mesh
 from rlsp.model.assemble import Models
 from rlsp.model.weights import weight_entries, weights_digest
 from rlsp.model.wiring import NATIVE, STRICT, Operator, Phase
@@ -37,18 +38,36 @@ class DisagreementError(RuntimeError):
 
 
 class Stopwatch:
-    """Measure the parts of one rollout, seconds."""
+    """Measure the parts of one rollout: seconds, and the bytes that this rank received.
 
-    def __init__(self) -> None:
-        """Start."""
+    Attributes:
+        laps: Seconds by metric, `time/…_s`.
+        moved: Bytes by (part, axis, operation), as `Ledger.wire` counts them.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        """Start; `ledger` counts what this rank receives."""
         self._start = self._last = time.monotonic()
+        self._wire, self._before = ledger.wire, ledger.wire.copy()
         self.laps: dict[str, float] = {}
+        self.moved: Counter[tuple[str, str, str]] = Counter()
 
-    def lap(self, name: str) -> None:
-        """Book the time since the last lap under `name`."""
-        now = time.monotonic()
+    def lap(self, part: str) -> None:
+        """Book what was since the last lap under `part`."""
+        now, name = time.monotonic(), f"time/{part}_s"
         self.laps[name] = self.laps.get(name, 0.0) + now - self._last
         self._last = now
+        for (axis, operation), octets in (self._wire - self._before).items():
+            self.moved[part, axis, operation] += octets
+        self._before = self._wire.copy()
+
+    @property
+    def bytes_moved(self) -> dict[str, int]:
+        """Return the bytes by metric, `comm/…_bytes`."""
+        return {
+            f"comm/{part}_bytes": sum(n for (of, _, _), n in self.moved.items() if of == part)
+            for part in (name.removeprefix("time/").removesuffix("_s") for name in self.laps)
+        }
 
     @property
     def total_s(self) -> float:
@@ -197,7 +216,7 @@ class Evidence:
             sequences=batch.tokens.shape[0],
             sources=_sources(routes),
         )
-        watch.lap("time/evidence_s")
+        watch.lap("evidence")
         if self._recorder is not None:
             tensors = _tensors(batch, rewards, advantages, steps[0])
             metrics = {
@@ -280,6 +299,7 @@ class Evidence:
             "reward/constant_groups_fraction": sum(min(g) == max(g) for g in groups) / len(groups),
             "reward/advantage_max_abs": float(advantages.abs().max()),
             **laps,
+            **watch.bytes_moved,
             "time/total_s": watch.total_s,
             "time/elapsed_s": time.monotonic() - self._started,
             "time/rollout_tokens_per_s": active / laps["time/rollout_s"],

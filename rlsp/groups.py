@@ -54,6 +54,8 @@ class Ledger:
         chain: Hash over all their signatures, in order.
         calls: Calls by operation.
         bytes: Payload that this rank received from others, by operation, in bytes.
+        wire: Bytes that this rank received from others with their padding and headers, by (axis, operation).
+            What Megatron-Core's own layers send in native routes passes elsewhere and is not counted.
     """
 
     def __init__(self, writer: CallWriter | None = None) -> None:
@@ -62,6 +64,7 @@ class Ledger:
         self.chain = bytes(CHAIN_BYTES)
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
+        self.wire: Counter[tuple[str, str]] = Counter()
         self._writer = writer
         self._trails: dict[tuple[int, ...], Trail] = {}
 

@@ -61,26 +61,26 @@ def _live(job: Job, place: Place) -> None:
     diagnostics = Diagnostics(job, trainer, rollouts.engine, mesh)
     for index in range(config.num_rollouts):
         version = trainer.optimizer.steps
-        watch = Stopwatch()
+        watch = Stopwatch(mesh.ledger)
         board.phase(f"rollout {index}: handing over weights, version {version}")
         digests = rollouts.synchronise(version)
-        watch.lap("time/sync_s")
+        watch.lap("sync")
 
         board.phase(f"rollout {index}: generating")
         sequences = sequences_of(config, task, index)
         sampling = sampling_of(config, index, tokenizer)
         batch = rollouts.generate(sequences, sampling, version)
-        watch.lap("time/rollout_s")
+        watch.lap("rollout")
 
         board.phase(f"rollout {index}: scoring")
         rewards = _rewards(config, judge, index, batch.responses(), tokenizer, mesh)
         advantages = group_advantages(rewards, config.samples_per_prompt)
         evidence.bind(batch, advantages)
-        watch.lap("time/reward_s")
+        watch.lap("reward")
 
         board.phase(f"rollout {index}: old policy")
         old_logp, weighted, correction = old_policy(config, trainer, batch, advantages)
-        watch.lap("time/old_logprob_s")
+        watch.lap("old_logprob")
 
         diagnostics.remember()
         versions = (rollouts.weight_version, version)
@@ -89,7 +89,7 @@ def _live(job: Job, place: Place) -> None:
             board.phase(f"rollout {index}: update {update}, forward and backward")
             steps.append(trainer.update(batch, weighted, old_logp))
             _check_agreement(mesh)
-        watch.lap("time/train_s")
+        watch.lap("train")
 
         board.phase(f"rollout {index}: writing evidence")
         evidence.record(

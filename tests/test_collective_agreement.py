@@ -16,8 +16,8 @@ from rlsp import collectives
 from rlsp.board import Board
 from rlsp.collectives import CollectiveError
 from rlsp.collectives.agreement import History, compare
-from rlsp.collectives.wire import CHECKED_BYTES
 from rlsp.groups import REMEMBERED_CALLS, Group, Ledger
+from rlsp.messages import CHECKED_BYTES
 
 
 def faults_name_operation_shape_dtype_and_group_and_are_not_recorded(rank: int, n: int) -> None:

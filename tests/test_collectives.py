@@ -12,8 +12,7 @@ from ranks import Outcomes, run_checks
 from torch import Tensor
 
 from rlsp import collectives
-from rlsp.collectives.sums import ONE_GATHER_BYTES, OWN_ALL_REDUCE_BYTES
-from rlsp.collectives.wire import CHECKED_BYTES, SMALLEST_BYTES
+from rlsp.messages import CHECKED_BYTES, ONE_GATHER_BYTES, OWN_ALL_REDUCE_BYTES, SMALLEST_BYTES
 from rlsp.numerics.tree import tree_sum
 
 

@@ -29,7 +29,7 @@ LEFT_BY_A_RUN = {
         "1/",
     ),
 }
-METRICS = {"train/", "rollout/", "reward/", "consistency/", "time/", "total/", "memory/"}
+METRICS = {"train/", "rollout/", "reward/", "consistency/", "time/", "total/", "memory/", "comm/"}
 PROOF_TABLE = "| rule | code | proof | witness |"
 
 SPAN = re.compile(r"`([^`\n]+)`")

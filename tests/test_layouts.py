@@ -29,6 +29,7 @@ from torch import Tensor
 from rlsp import collectives
 from rlsp.config import Config, Job
 from rlsp.evidence import DisagreementError, Evidence, Stopwatch
+from rlsp.groups import Ledger
 from rlsp.layout import Layout
 from rlsp.model import linear
 from rlsp.model.assemble import Models
@@ -217,10 +218,9 @@ def drifting_replica(rank: int, world: int, config: Config, folder: str) -> str:
     evidence.bind(data, ADVANTAGES)
     steps = [of.update(data, ADVANTAGES)]
     digest = weights_digest(of.model)
+    watch = Stopwatch(Ledger())
     with pytest.raises(DisagreementError) as caught:
-        evidence.record(
-            0, data, [0.0] * 7, ADVANTAGES, steps, (digest, digest), (0, 0), Stopwatch(), data.logp, {}
-        )
+        evidence.record(0, data, [0.0] * 7, ADVANTAGES, steps, (digest, digest), (0, 0), watch, data.logp, {})
     return str(caught.value)
 
 

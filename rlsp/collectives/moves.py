@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from rlsp.collectives.wire import (
-    aligned,
     as_bytes,
     broadcast_bytes,
     check_dim,
@@ -21,6 +20,7 @@ from rlsp.collectives.wire import (
     gather_bytes,
 )
 from rlsp.groups import Group
+from rlsp.messages import aligned
 
 
 def gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:

@@ -26,18 +26,8 @@ from rlsp.collectives.wire import (
     gather_bytes,
 )
 from rlsp.groups import Group
+from rlsp.messages import ONE_GATHER_BYTES, OWN_ALL_REDUCE_BYTES
 from rlsp.numerics.tree import tree_sum
-
-# Gathering everything and adding it locally is one exchange instead of two, but moves n/2 times as much.
-# Measured with gloo on 2 cores, medians, one | two: 8 ranks of 128 KiB 7.5 | 10.4 ms, of 256 KiB 11.6 | 9.6;
-# 4 ranks of 256 KiB 4.2 | 6.1, of 512 KiB 5.0 | 5.0; 2 ranks of 1 MiB 2.6 | 2.3. Both give the same bits: it
-# is about time.
-ONE_GATHER_BYTES = 1 << 20
-
-# Integers have no order to keep, so above this size the backend's own all-reduce serves: it needs no second
-# copy of the tensor. Below, two exchanges are faster (backend | two: gloo, 8 ranks of 1 MiB 30 | 16 ms, of 4
-# MiB 41 | 30; 4 ranks of 4 MiB 15 | 18).
-OWN_ALL_REDUCE_BYTES = 4 << 20
 
 _FLOATS = (torch.float32, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)

@@ -26,12 +26,9 @@ from torch import Tensor
 
 from rlsp.collectives.agreement import History, compare, listed
 from rlsp.groups import CHAIN_BYTES, CollectiveError, Group, Trail
+from rlsp.messages import CHECKED_BYTES, HEADER_BYTES, SMALLEST_BYTES, added_in_place, exchanged, row_bytes
 
-CHECKED_BYTES = 1 << 20
-SMALLEST_BYTES = 4096
-_ALIGNMENT_BYTES = 64
 _HEADER = struct.Struct(f"<q{CHAIN_BYTES}s")
-_HEADER_BYTES = _ALIGNMENT_BYTES
 _LENGTH = struct.Struct("<q")
 
 
@@ -50,6 +47,10 @@ class Call:
     operation: str
     signature: str
     trail: Trail
+
+    def received(self, octets: int) -> None:
+        """Count what came in from other ranks, padding and headers included."""
+        self.group.ledger.wire[self.group.axis, self.operation] += octets
 
 
 def fault(operation: str, x: Tensor | None, group: Group, why: str) -> CollectiveError:
@@ -99,11 +100,6 @@ def from_bytes(rows: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor
     return rows.view(dtype).view(rows.shape[0], *shape)
 
 
-def aligned(count: int) -> int:
-    """Round a count of bytes up to where any dtype, and any vector load, may start."""
-    return -(-count // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
 def exchange(call: Call, parts: Tensor) -> Tensor:
     """Send part i to rank i of the group.
 
@@ -120,6 +116,7 @@ def exchange(call: Call, parts: Tensor) -> Tensor:
     size, payload = parts.shape
     call.group.ledger.bytes[call.operation] += (size - 1) * payload
     if not _checked(parts):
+        call.received(exchanged(payload, size, headers=False))
         received = torch.empty_like(parts, memory_format=torch.contiguous_format)
         with _on_wire(call):
             dist.all_to_all_single(received, parts.contiguous(), group=call.group.handle)
@@ -133,6 +130,7 @@ def gather_bytes(call: Call, own: Tensor) -> Tensor:
     if _checked(own):
         return exchange(call, own.expand(size, -1))
     call.group.ledger.bytes[call.operation] += (size - 1) * own.numel()
+    call.received(exchanged(own.numel(), size, headers=False))
     received = own.new_empty(size * own.numel())
     with _on_wire(call):
         dist.all_gather_single(received, own, group=call.group.handle)
@@ -141,9 +139,11 @@ def gather_bytes(call: Call, own: Tensor) -> Tensor:
 
 def broadcast_bytes(call: Call, own: Tensor, source: int) -> Tensor:
     """Return the uint8 [bytes] of the rank at index `source`, in own memory."""
-    if _checked(own) and own.numel() <= SMALLEST_BYTES - _HEADER_BYTES:
+    if _checked(own) and own.numel() <= SMALLEST_BYTES - HEADER_BYTES:
         return exchange(call, own.expand(call.group.size, -1))[source].clone()
-    call.group.ledger.bytes[call.operation] += own.numel() * (call.group.index != source)
+    octets = own.numel() * (call.group.index != source)
+    call.group.ledger.bytes[call.operation] += octets
+    call.received(octets)
     received = own.clone()
     with _on_wire(call):
         dist.broadcast(received, group=call.group.handle, group_src=source)
@@ -152,8 +152,9 @@ def broadcast_bytes(call: Call, own: Tensor, source: int) -> Tensor:
 
 def add_in_place(call: Call, total: Tensor) -> None:
     """Add integers over the ranks by the backend's own all-reduce, into `total`."""
-    size = call.group.size
-    call.group.ledger.bytes[call.operation] += 2 * (size - 1) * total.nbytes // size
+    octets = added_in_place(total.nbytes, call.group.size)
+    call.group.ledger.bytes[call.operation] += octets
+    call.received(octets)
     with _on_wire(call):
         dist.all_reduce(total, group=call.group.handle)
 
@@ -177,18 +178,19 @@ def _checked(message: Tensor) -> bool:
 
 def _exchange_checked(call: Call, parts: Tensor) -> Tensor:
     size, payload = parts.shape
-    row = max(SMALLEST_BYTES, _HEADER_BYTES + aligned(payload))
-    header = _HEADER.pack(call.trail.sequence, call.trail.chain).ljust(_HEADER_BYTES, b"\0")
+    row = row_bytes(payload)
+    call.received((size - 1) * row)
+    header = _HEADER.pack(call.trail.sequence, call.trail.chain).ljust(HEADER_BYTES, b"\0")
     sent = parts.new_empty((size, row))
-    sent[:, :_HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(parts.device)
-    sent[:, _HEADER_BYTES : _HEADER_BYTES + payload] = parts
+    sent[:, :HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(parts.device)
+    sent[:, HEADER_BYTES : HEADER_BYTES + payload] = parts
     received = torch.empty_like(sent)
     with _on_wire(call):
         dist.all_to_all_single(received, sent, group=call.group.handle)
-    headers = received[:, :_HEADER_BYTES].contiguous().view(torch.int64).tolist()
+    headers = received[:, :HEADER_BYTES].contiguous().view(torch.int64).tolist()
     if any(each != headers[0] for each in headers):
         raise _disagreement(call, sent[:, :SMALLEST_BYTES].contiguous())
-    return received[:, _HEADER_BYTES : _HEADER_BYTES + payload]
+    return received[:, HEADER_BYTES : HEADER_BYTES + payload]
 
 
 def _disagreement(call: Call, scratch: Tensor) -> CollectiveError:

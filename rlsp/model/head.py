@@ -77,14 +77,14 @@ class TokenScores:
 
 
 def score_tokens(
-    logits: Tensor, targets: Tensor, temperature: float, vocabulary: Vocabulary, wiring: Wiring
+    logits: Tensor, targets: Tensor, temperature: float | Tensor, vocabulary: Vocabulary, wiring: Wiring
 ) -> TokenScores:
     """Return each target's log-probability, the row's entropy and digest; differentiable in the logits.
 
     Args:
         logits: [..., V_local·n] in the model's dtype.
         targets: int64 [T], tokens of the true vocabulary.
-        temperature: Divides the logits, in float32.
+        temperature: Divides the logits, in float32; [T, 1, 1] where each token has its own.
         vocabulary: This rank's columns.
         wiring: The model's wiring; the ranks of its TP group share the rows.
     """
@@ -99,7 +99,12 @@ class _Scores(Differentiable):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, vocabulary: Vocabulary, wiring: Wiring
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float | Tensor,
+        vocabulary: Vocabulary,
+        wiring: Wiring,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gather statistics, the target's logit and row digests in one message."""
         shards = vocabulary.by_shard(logits)

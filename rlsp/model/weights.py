@@ -10,9 +10,8 @@ from torch import Tensor
 from rlsp import bits, collectives
 from rlsp.digest import digest
 from rlsp.groups import Group
+from rlsp.messages import BUCKET_BYTES
 from rlsp.model.build import PolicyModel
-
-BUCKET_BYTES = 64 << 20
 
 Named = tuple[str, Tensor, bool]
 """A tensor by name, and whether it is sharded [V_local, ...] or every rank has a copy."""

@@ -74,6 +74,7 @@ def certify(
     threads_seen: int,
     *,
     device: torch.device | str = "cpu",
+    rows: frozenset[int] = frozenset(),
 ) -> Certificate:
     """Certify the wide path of every product in `wanted` and the operators that every model uses.
 
@@ -83,13 +84,14 @@ def certify(
         token_block: Tokens in a leaf of a weight gradient.
         threads_seen: Intra-op threads of this process; enters the digest.
         device: Where the run computes.
+        rows: Lengths of rows that are reduced, besides those of the products.
 
     Raises:
         NoExactPathError: A leaf, an operator or the operands themselves fail.
     """
     at = torch.device(device)
     _require_power(at)
-    widths = _row_widths(wanted)
+    widths = _row_widths(wanted) | {min(size, LONGEST_ROW) for size in rows}
     unsafe = unsafe_operators(at) + unsafe_reductions(widths, at)
     if unsafe:
         raise NoExactPathError("; ".join(unsafe))

@@ -14,12 +14,13 @@ from rlsp.numerics.tree import tree_sum
 ROW_ELEMENTS = 1 << 15  # a longer row is cut in pieces: beyond it threads may split a row (NUMERICS rule 3)
 
 
-def tempered(logits: Tensor, temperature: float, valid: Tensor) -> Tensor:
+def tempered(logits: Tensor, temperature: float | Tensor, valid: Tensor) -> Tensor:
     """Return logits/temperature in float32 with padded columns at a finite constant.
 
     Args:
         logits: [T, V, n], one virtual shard a row.
-        temperature: Positive divisor, the same on both sides of the comparison.
+        temperature: Positive divisor, the same on both sides of the comparison; float32 [T, 1, 1] where each
+            token has its own.
         valid: bool [V, n], False for padded vocabulary.
     """
     return torch.where(valid, logits.float() / temperature, MASKED)

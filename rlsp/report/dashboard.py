@@ -235,6 +235,18 @@ _TIME = Section(
         Panel("Seconds a rollout", ("time/total_s",)),
         Panel("Tokens a second", ("time/rollout_tokens_per_s", "time/train_tokens_per_s")),
         Panel("Since the start, s", ("time/elapsed_s",)),
+        Panel(
+            "Bytes that rank 0 received in a rollout, by phase",
+            (
+                "comm/sync_bytes",
+                "comm/rollout_bytes",
+                "comm/reward_bytes",
+                "comm/old_logprob_bytes",
+                "comm/train_bytes",
+                "comm/evidence_bytes",
+            ),
+            Kind.STACKED,
+        ),
         Panel("Memory of rank 0, MiB", ("memory/peak_mib",)),
     ),
 )

@@ -125,6 +125,12 @@ METRICS = _registry(
     Metric("time/elapsed_s", "since the run started, seconds"),
     Metric("time/rollout_tokens_per_s", "active tokens generated a second"),
     Metric("time/train_tokens_per_s", "active tokens trained a second"),
+    Metric("comm/sync_bytes", "received by rank 0 while weights were handed over and proved"),
+    Metric("comm/rollout_bytes", "received by rank 0 while generating, and with the others' sequences"),
+    Metric("comm/reward_bytes", "received by rank 0 while scoring"),
+    Metric("comm/old_logprob_bytes", "received by rank 0 while the old policy was computed again"),
+    Metric("comm/train_bytes", "received by rank 0 in all updates of the rollout"),
+    Metric("comm/evidence_bytes", "received by rank 0 while evidence was gathered"),
     Metric("memory/peak_mib", "largest resident size of rank 0 so far, MiB", Keep.MAX),
 )
 

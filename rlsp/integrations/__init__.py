@@ -1,0 +1,1 @@
+"""What other frameworks call rlsp by: each module speaks one framework's public protocol and imports none."""
