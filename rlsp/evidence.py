@@ -56,9 +56,17 @@ class Stopwatch:
 
 
 def startup_facts(
-    config: Config, models: Models, mesh: Mesh, task: Task, tokenizer: Tokenizer
+    config: Config, models: Models, mesh: Mesh, task: Task, tokenizer: Tokenizer, initial: str | None = None
 ) -> StartupFacts:
     """Compare all ranks before any data is exchanged, and return what the manifest says of the start.
+
+    Args:
+        config: The run's.
+        models: What this rank computes with.
+        mesh: Its groups.
+        task: The run's.
+        tokenizer: The run's.
+        initial: Digest of the weights that the run began with; None: those that the model has now.
 
     Raises:
         DisagreementError: On every rank, naming the ranks with another contract, code, kernels or task.
@@ -86,7 +94,7 @@ def startup_facts(
         contract_hash=contract.sha256,
         data_hash=task.content_hash,
         tokenizer_hash=tokenizer.content_hash,
-        initial_weights_digest=weights_digest(models.trainer),
+        initial_weights_digest=initial or weights_digest(models.trainer),
         kernels=kernels,
         certificate={
             "checks": certificate.checks,
@@ -107,7 +115,7 @@ class Evidence:
     def __init__(self, job: Job, mesh: Mesh, models: Models) -> None:
         """Open the recorder on rank 0."""
         self._config, self._mesh, self._models = job.config, mesh, models
-        self._recorder = Recorder(job.run_dir) if mesh.world.index == 0 else None
+        self._recorder = Recorder(job.run_dir, job.first_rollout) if mesh.world.index == 0 else None
         self._initial = weight_entries(models.trainer)
         self._bound: list[int] | None = None
         self._started = time.monotonic()

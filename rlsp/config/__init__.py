@@ -14,11 +14,12 @@ from rlsp.config.choices import (
     TaskOrder,
     TrackerMode,
 )
-from rlsp.config.job import JOB_PATH, Job
+from rlsp.config.job import JOB_PATH, Job, Resumption
 from rlsp.config.plain import leaf_kinds, legal_text, to_plain, unknown_key
 from rlsp.config.rules import ConfigError, Violation
 from rlsp.config.schema import (
     SCHEMA_NAME,
+    CheckpointConfig,
     Config,
     DeviceConfig,
     LaunchConfig,
@@ -38,6 +39,7 @@ __all__ = [
     "JOB_PATH",
     "SCHEMA_NAME",
     "SMALL_PRODUCT",
+    "CheckpointConfig",
     "Config",
     "ConfigError",
     "CorrectionKind",
@@ -52,6 +54,7 @@ __all__ = [
     "OptimizerConfig",
     "OptimizerKind",
     "ParallelConfig",
+    "Resumption",
     "RolloutConfig",
     "RoutesConfig",
     "ScorerKind",
