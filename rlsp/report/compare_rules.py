@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rlsp.layout import layout_word
 from rlsp.report.files import canonical_json, sha256_bytes
 from rlsp.report.manifest import Manifest, StartupFacts
 
@@ -94,6 +95,8 @@ def notes(a: Manifest, b: Manifest) -> tuple[str, ...]:
     if a.run_id == b.run_id:
         found.append(f"A and B are one run, {a.run_id}")
     for side, run in (("A", a), ("B", b)):
+        if run.earlier:
+            found.append(f"run {side} has {len(run.segments)} segments: {_segments(run)}")
         if run.aborted is not None:
             found.append(f"run {side} was aborted ({run.aborted}): it is compared as far as it goes")
     planned = [run.config.get(LENGTH_KEY) for run in (a, b)]
@@ -132,6 +135,16 @@ def _contract(a: StartupFacts, b: StartupFacts) -> Iterator[str]:
 def _within(key: str, keys: frozenset[str]) -> bool:
     """Tell whether a key is one of some, or of a section that is."""
     return key in keys or key.partition(".")[0] in keys
+
+
+def _segments(run: Manifest) -> str:
+    """Say from which rollout on a run had which layout."""
+    words = []
+    for segment in run.segments:
+        at = segment.layout
+        layout = layout_word(cp=at.cp, tp=at.tp, sp=at.sp, dp=at.dp)
+        words.append(f"from rollout {segment.first_rollout} in {layout}, {segment.begun_by.value}")
+    return "; ".join(words)
 
 
 def _text(value: object) -> str:

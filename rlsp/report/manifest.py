@@ -161,10 +161,14 @@ class Manifest(Document):
         own = {name: getattr(self, name) for name in Segment.model_fields}
         return (*self.earlier, Segment(**own))
 
+    def number_of(self, rollout: int) -> int:
+        """Return which segment, from 0, made what the folder holds of a rollout."""
+        firsts = [*(segment.first_rollout for segment in self.earlier), self.first_rollout]
+        return max((n for n, first in enumerate(firsts) if first <= rollout), default=0)
+
     def segment_of(self, rollout: int) -> Segment:
         """Return the segment that made what the folder holds of a rollout."""
-        made = [segment for segment in self.segments if segment.first_rollout <= rollout]
-        return made[-1] if made else self.segments[0]
+        return self.segments[self.number_of(rollout)]
 
     @property
     def begun_hash(self) -> str:
