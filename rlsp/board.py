@@ -106,6 +106,10 @@ class BoardWriter:
         self._done = 1
         self._write()
 
+    def stop_asked(self) -> bool:
+        """Tell whether the owner of the board wants the run to stop once its state is saved."""
+        return self._board.stop_asked()
+
     def last(self) -> Slot:
         """Read back what this rank last said."""
         return self._board.slot(self.rank)
@@ -187,6 +191,14 @@ class Board:
         if magic != _MAGIC or slot_bytes != _SLOT_BYTES or size != _PAGE_BYTES + _SLOT_BYTES * world_size:
             raise BoardError(f"{path}: not a status board of this version")
         return cls(path, mapping, world_size)
+
+    def ask_to_stop(self) -> None:
+        """Let every rank that maps the board know that the run is to stop once its state is saved."""
+        self._map[_HEADER.size] = 1
+
+    def stop_asked(self) -> bool:
+        """Tell whether the ranks were asked to stop."""
+        return bool(self._map[_HEADER.size])
 
     def writer(self, rank: int) -> BoardWriter:
         """Hand out the writer of one rank's slot."""

@@ -19,6 +19,23 @@ from rlsp.waits import disagreements, missing
 
 _TIMEOUT = re.compile(r"time[d]?[ -]?out", re.IGNORECASE)
 _MESSAGE_CHARS = 400
+# Exceptions of the network, of memory and of a peer that is gone; all others follow from what is computed.
+_PASSING = frozenset(
+    {
+        "AcceleratorError",
+        "BrokenPipeError",
+        "CollectiveError",
+        "ConnectionAbortedError",
+        "ConnectionRefusedError",
+        "ConnectionResetError",
+        "DistBackendError",
+        "DistNetworkError",
+        "DistStoreError",
+        "MemoryError",
+        "OutOfMemoryError",
+        "TimeoutError",
+    }
+)
 # Libraries abort a rank whose peers went away; every other signal is a cause of its own.
 _CONSEQUENCE = signal.SIGABRT
 
@@ -143,10 +160,18 @@ class HostReport:
 
 @dataclass(frozen=True)
 class Abort:
-    """Why a run was aborted: one sentence, and the ranks side by side."""
+    """Why a run was aborted.
+
+    Attributes:
+        reason: One sentence.
+        lines: The ranks side by side.
+        passing: Whether the same run may well succeed when it starts again: a process or the network failed
+            it, and not what it computes.
+    """
 
     reason: str
     lines: tuple[str, ...]
+    passing: bool = False
 
 
 def explain(
@@ -170,12 +195,13 @@ def explain(
     if first is not None:
         error = errors.get(first.rank) if first.signal is None else None
         lines += tuple(error.message.splitlines()[1:]) if error else ()
-        return Abort("; ".join(_failure(first, error, report, slots)), lines)
+        passing = (error is None or error.exception in _PASSING) and not disagreements(slots)
+        return Abort("; ".join(_failure(first, error, report, slots)), lines, passing)
     if stopped_by is not None or report.cause is Cause.SIGNAL:
         return Abort(f"stopped by {stopped_by or report.detail}", lines)
     if report.silent:
-        return Abort("; ".join(_silence(report, slots)), lines)
-    return Abort(f"the host of the ranks {host_end}", lines)
+        return Abort("; ".join(_silence(report, slots)), lines, passing=not disagreements(slots))
+    return Abort(f"the host of the ranks {host_end}", lines, passing=True)
 
 
 def conclude(run_dir: Path | str, abort: Abort | None) -> Judgement:

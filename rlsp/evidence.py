@@ -76,17 +76,25 @@ class Stopwatch:
 
 
 def startup_facts(
-    config: Config, models: Models, mesh: Mesh, task: Task, tokenizer: Tokenizer
+    config: Config, models: Models, mesh: Mesh, task: Task, tokenizer: Tokenizer, initial: str | None = None
 ) -> StartupFacts:
     """Compare all ranks before any data is exchanged, and return what the manifest says of the start.
+
+    Args:
+        config: The run's.
+        models: What this rank computes with.
+        mesh: Its groups.
+        task: The run's.
+        tokenizer: The run's.
+        initial: Digest of the weights that the run began with; None: those that the model has now.
 
     Raises:
         DisagreementError: On every rank, naming the ranks with another contract, code, kernels, task or
             initial weights.
     """
     contract, certificate = models.contract, models.certificate
-    initial = weights_digest(models.trainer)
-    mine = bytes.fromhex(contract.sha256 + source_hash() + certificate.digest + task.content_hash + initial)
+    weights = weights_digest(models.trainer)
+    mine = bytes.fromhex(contract.sha256 + source_hash() + certificate.digest + task.content_hash + weights)
     every = collectives.gather(
         torch.tensor([list(mine)], dtype=torch.uint8, device=_device(models)), mesh.world
     ).tolist()
@@ -112,7 +120,7 @@ def startup_facts(
         tokenizer=tokenizer.name,
         tokenizer_hash=tokenizer.content_hash,
         chat_template_hash=tokenizer.template_hash,
-        initial_weights_digest=initial,
+        initial_weights_digest=initial or weights,
         weight_source=_weight_source(config, mesh),
         kernels=kernels,
         certificate={
@@ -140,7 +148,7 @@ class Evidence:
     def __init__(self, job: Job, mesh: Mesh, models: Models) -> None:
         """Open the recorder on rank 0."""
         self._config, self._mesh, self._models = job.config, mesh, models
-        self._recorder = Recorder(job.run_dir) if mesh.world.index == 0 else None
+        self._recorder = Recorder(job.run_dir, job.first_rollout) if mesh.world.index == 0 else None
         self._initial = weight_entries(models.trainer)
         self._bound: list[int] | None = None
         self._started = time.monotonic()

@@ -24,6 +24,10 @@ class CollectiveError(RuntimeError):
     """Say which operation, shape, dtype and group a collective failed on, and why."""
 
 
+class UnlikeCallsError(CollectiveError):
+    """Say which ranks made other calls than the rest: a fault of the program, which comes again."""
+
+
 class CallWriter(Protocol):
     """Take note of every collective outside this process (`rlsp.board.BoardWriter` is one)."""
 

@@ -202,6 +202,7 @@ class Wake:
 
     def __init__(self, descriptor: int, stop_signals: Sequence[signal.Signals]) -> None:
         self.received: signal.Signals | None = None
+        self.signals = 0  # how many came
         self._descriptor = descriptor
         self._stop_signals = stop_signals
         self._found: dict[signal.Signals, Any] = {}
@@ -225,8 +226,9 @@ class Wake:
             signal.signal(*self._found.popitem())
 
     def _note(self, number: int, _frame: object) -> None:
-        if number in self._stop_signals and self.received is None:
-            self.received = signal.Signals(number)
+        if number in self._stop_signals:
+            self.signals += 1
+            self.received = self.received or signal.Signals(number)
 
 
 @contextmanager

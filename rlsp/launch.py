@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,16 +20,17 @@ from rich.text import Text
 from rlsp import progress
 from rlsp.board import Board, Slot
 from rlsp.config import JOB_PATH, Job
-from rlsp.determinism import environment_switches, rank_environment
+from rlsp.determinism import rank_environment
 from rlsp.ending import Abort, HostReport, RankError, conclude, explain, signal_name
 from rlsp.host import SilenceWatch, Wake, cpu_s, process_state, silence_limit_s, waking
 from rlsp.meeting import meeting_place
-from rlsp.report import manifest
 from rlsp.report.files import EvidenceError
+from rlsp.report.findings import Verdict
 from rlsp.report.follow import Follower
 from rlsp.report.recorder import CONSISTENCY_NAME
 from rlsp.report.records import ConsistencyReport, TotalEvidence
 from rlsp.report.tracker import open_tracker
+from rlsp.segments import Patience, begin, hint, start_again
 from rlsp.worker import RUN_RANK, board_path, error_path, host_log_path
 
 _TICK_S = 0.25
@@ -41,7 +43,7 @@ def execute(job: Job, entry: str = RUN_RANK) -> int:
     """Run a job: start its ranks, mirror and show what they record, judge, and return the exit status.
 
     Args:
-        job: The run; its folder holds at most what Hydra wrote.
+        job: The run; its folder holds at most what Hydra wrote, or the run that it goes on with.
         entry: The function that each rank runs, as module:function.
 
     Returns:
@@ -53,17 +55,19 @@ def execute(job: Job, entry: str = RUN_RANK) -> int:
     """
     environment = rank_environment(job.config.numerics.threads)
     with waking(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as wake:
-        begun = manifest.begin(job, environment_switches(environment))
+        begun = begin(job, environment)
         # The ranks' imports take seconds; W&B comes up on a thread of its own meanwhile.
         console = Console(highlight=False)
         say = partial(_say, console)
         with open_tracker(job, begun, say) as tracker:
-            abort, failure = _supervise(job, environment, entry, wake)
+            tell = partial(_tell, console)
+            abort, failure = _supervise_all(job, environment, entry, wake, tell)
             judgement = conclude(job.run_dir, abort)
             stopped = wake.received is not None and abort is not None
             wake.release()  # from here on the user may break off at once
             details = abort.lines if abort else ()
-            progress.show(console, progress.summary(job, judgement, _total(job), details))
+            how = hint(Path(job.run_dir)) if judgement.verdict is Verdict.ABORTED else None
+            progress.show(console, progress.summary(job, judgement, _total(job), details, how))
             tracker.finish(judgement)
     if said := tracker.warning or tracker.url:
         say(said)
@@ -72,6 +76,24 @@ def execute(job: Job, entry: str = RUN_RANK) -> int:
     if abort is not None and stopped:
         raise KeyboardInterrupt(abort.reason)
     return judgement.exit_status
+
+
+def _supervise_all(
+    job: Job, environment: Mapping[str, str], entry: str, wake: Wake, say: Callable[[str], None]
+) -> tuple[Abort | None, BaseException | None]:
+    """Run the ranks to their end, again from the newest checkpoint where that may help; as `_supervise`."""
+    abort, failure = _supervise(job, environment, entry, wake)
+    limit = job.config.launch.max_restarts
+    for number in range(1, limit + 1):
+        if abort is None or failure is not None or wake.received is not None or not abort.passing:
+            break
+        try:
+            job = start_again(job, abort, environment)
+        except EvidenceError as error:
+            return replace(abort, reason=f"{abort.reason}; and no restart: {error}"), None
+        say(f"restart {number} of {limit}, at rollout {job.first_rollout}: {abort.reason}")
+        abort, failure = _supervise(job, environment, entry, wake)
+    return abort, failure
 
 
 def _supervise(
@@ -91,10 +113,13 @@ def _supervise(
             failure: BaseException | None = None
             try:
                 with progress.open_display(job, Console(highlight=False)) as display:
-                    _follow(ranks, display, wake, Follower(job.run_dir))
+                    patience = Patience(job.config, board, display.note)
+                    _follow(ranks, display, wake, patience, Follower(job.run_dir, job.first_rollout))
             except BaseException as error:
                 failure = error
-            return ranks.end(wake.received.name if wake.received else None, failure), failure
+            stopped_by = wake.received.name if wake.received else None
+            abort = ranks.end(stopped_by, failure) or _stopped_early(job, stopped_by)
+            return abort, failure
     except BaseException as error:
         return launcher_failed(error), error
 
@@ -283,12 +308,22 @@ def launcher_failed(error: BaseException) -> Abort:
     return Abort(f"the launcher failed: {type(error).__name__}: {error}", ())
 
 
-def _follow(ranks: Ranks, display: progress.Display, wake: Wake, follower: Follower) -> None:
-    """Show rows and phases until the host has ended; pass a signal on to it."""
+def _stopped_early(job: Job, stopped_by: str | None) -> Abort | None:
+    """Say so where the ranks ended well and early, with their state saved, because a signal asked for it."""
+    total = _total(job)
+    if stopped_by is None or total is None or total.rollouts >= job.config.num_rollouts:
+        return None
+    return Abort(f"stopped by {stopped_by}, saved after rollout {total.rollouts - 1}", ())
+
+
+def _follow(
+    ranks: Ranks, display: progress.Display, wake: Wake, patience: Patience, follower: Follower
+) -> None:
+    """Show rows and phases until the host has ended; pass a signal on once patience is over."""
     running = True
     while running:
         running = ranks.listen(wake, _TICK_S)
-        if wake.received is not None:
+        if patience.is_over(wake.signals):
             ranks.stop()
         for row in follower.new_rows():
             display.row(row)
@@ -311,6 +346,11 @@ def _with_this_code(environment: Mapping[str, str]) -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[1])
     known = environment.get("PYTHONPATH")
     return {**environment, "PYTHONPATH": os.pathsep.join([root, known] if known else [root])}
+
+
+def _tell(console: Console, text: str) -> None:
+    """Print what happens to the run."""
+    progress.show(console, Text(text))
 
 
 def _say(console: Console, text: str) -> None:

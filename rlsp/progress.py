@@ -42,6 +42,9 @@ class Display:
     def row(self, row: Mapping[str, Any]) -> None:
         """Show a row of metrics.jsonl."""
 
+    def note(self, text: str) -> None:
+        """Say something about the run."""
+
     def tick(self, slots: Sequence[Slot]) -> None:
         """Show what the ranks are at."""
 
@@ -55,7 +58,11 @@ class LineDisplay(Display):
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Print a row of metrics.jsonl."""
-        self._console.print(Text(row_text(row, self._num_rollouts)), soft_wrap=True)
+        self.note(row_text(row, self._num_rollouts))
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(Text(text), soft_wrap=True)
 
 
 class LiveDisplay(Display):
@@ -70,6 +77,10 @@ class LiveDisplay(Display):
         """Print a row of metrics.jsonl and count the rollout."""
         self._lines.row(row)
         self._progress.update(self._task, completed=int(row[STEP]) + 1)
+
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._lines.note(text)
 
     def tick(self, slots: Sequence[Slot]) -> None:
         """Show what rank 0 is at."""
@@ -87,6 +98,11 @@ class SteadyDisplay(Display):
         """Show a row of metrics.jsonl."""
         with self._silenced():
             self._display.row(row)
+
+    def note(self, text: str) -> None:
+        """Show through another display."""
+        with self._silenced():
+            self._display.note(text)
 
     def tick(self, slots: Sequence[Slot]) -> None:
         """Show what the ranks are at."""
@@ -149,7 +165,13 @@ def figures_text(row: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def summary(job: Job, judgement: Judgement, total: TotalEvidence | None, details: Sequence[str]) -> Text:
+def summary(
+    job: Job,
+    judgement: Judgement,
+    total: TotalEvidence | None,
+    details: Sequence[str],
+    hint: str | None = None,
+) -> Text:
     """Write the block that ends a run.
 
     Args:
@@ -157,6 +179,7 @@ def summary(job: Job, judgement: Judgement, total: TotalEvidence | None, details
         judgement: Its verdict.
         total: The totals of its consistency report, if any rollout was recorded.
         details: More lines on why it was aborted.
+        hint: How it goes on, if it does.
     """
     verdict = judgement.verdict.value
     text = Text.assemble((verdict, _COLOURS[verdict]), f"  {job.config.name}  {job.run_id}\n")
@@ -169,7 +192,7 @@ def summary(job: Job, judgement: Judgement, total: TotalEvidence | None, details
             f"{total.rollouts} of {job.config.num_rollouts} rollouts: {total.active_tokens} active tokens, "
             f"{total.mismatched_tokens} mismatched; {total.mismatched_rows} rows mismatched"
         )
-    lines.append(f"folder: {_short(Path(job.run_dir))}")
+    lines += [f"folder: {short(Path(job.run_dir))}", *([hint] if hint else [])]
     text.append("\n".join(f"  {line}" for line in lines))
     return text
 
@@ -178,6 +201,7 @@ def _number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _short(path: Path) -> Path:
+def short(path: Path) -> Path:
+    """Return a path from here, where it leads down."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

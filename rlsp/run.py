@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlsp import collectives, determinism
 from rlsp.board import BoardWriter, Place
+from rlsp.checkpoints import Checkpoints
 from rlsp.config import Config, CorrectionKind, DeviceKind, Job
 from rlsp.diagnostics import Diagnostics
 from rlsp.evidence import Evidence, Stopwatch, startup_facts
@@ -54,12 +55,13 @@ def _live(job: Job, place: Place) -> None:
     tokenizer, task, judge = _open_task(config, place)
     board.phase("certifying kernels and building the model")
     models = assemble(config, mesh, device_of(config, place))
-    _announce(job, models, mesh, task, tokenizer)
     trainer = trainer_of(config, models, mesh)
+    checkpoints = Checkpoints(job, board, mesh, trainer)
+    _announce(job, models, mesh, task, tokenizer, checkpoints)
     rollouts = rollouts_of(config, models, mesh, tokenizer)
     evidence = Evidence(job, mesh, models)
     diagnostics = Diagnostics(job, trainer, rollouts.engine, mesh)
-    for index in range(config.num_rollouts):
+    for index in checkpoints.rollouts():
         version = trainer.optimizer.steps
         watch = Stopwatch(mesh.ledger)
         board.phase(f"rollout {index}: handing over weights, version {version}")
@@ -83,7 +85,6 @@ def _live(job: Job, place: Place) -> None:
         watch.lap("old_logprob")
 
         diagnostics.remember()
-        versions = (rollouts.weight_version, version)
         steps: list[Step] = []
         for update in range(config.updates_per_rollout):
             board.phase(f"rollout {index}: update {update}, forward and backward")
@@ -93,9 +94,18 @@ def _live(job: Job, place: Place) -> None:
 
         board.phase(f"rollout {index}: writing evidence")
         evidence.record(
-            index, batch, rewards, advantages, steps, digests, versions, watch, old_logp, correction
+            index,
+            batch,
+            rewards,
+            advantages,
+            steps,
+            digests,
+            (rollouts.weight_version, version),
+            watch,
+            old_logp,
+            correction,
         )
-        diagnostics.look(Record(index, sequences, sampling, batch, steps[0].forward, digests[0], versions[1]))
+        diagnostics.look(Record(index, sequences, sampling, batch, steps[0].forward, digests[0], version))
     _export(job, models, mesh, board)
     board.phase("done")
 
@@ -107,9 +117,11 @@ def _open_task(config: Config, place: Place) -> tuple[Tokenizer, Task, Judge]:
     return tokenizer, task, judge_of(config, task)
 
 
-def _announce(job: Job, models: Models, mesh: Mesh, task: Task, tokenizer: Tokenizer) -> None:
+def _announce(
+    job: Job, models: Models, mesh: Mesh, task: Task, tokenizer: Tokenizer, checkpoints: Checkpoints
+) -> None:
     """Compare all ranks before any data is exchanged, and add to the manifest what they agree on."""
-    facts = startup_facts(job.config, models, mesh, task, tokenizer)
+    facts = startup_facts(job.config, models, mesh, task, tokenizer, checkpoints.initial_digest)
     if mesh.world.index == 0:
         manifest.add_startup(job.run_dir, facts)
 

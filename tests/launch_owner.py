@@ -25,7 +25,9 @@ MakeJob = Callable[..., Job]
 
 def job_of_two_ranks(compose: Callable[..., Config], run_dir: Path, *overrides: str) -> Job:
     """Compose a job of two ranks; its folder need not exist."""
-    config = compose("tracker=none", "parallel=cp1_tp2_sp2", "launch.grace_s=2.0", *overrides)
+    config = compose(
+        "tracker=none", "parallel=cp1_tp2_sp2", "launch.grace_s=2.0", "checkpoint.every=0", *overrides
+    )
     return Job(config, RUN_ID, str(run_dir), overrides, ("rlsp", *overrides), "2026-01-01T00:00:00.000+00:00")
 
 

@@ -140,7 +140,8 @@ def plain_config(**changes: Any) -> dict[str, Any]:
             "init_timeout_s": 20.0,
             "finish_timeout_s": 60.0,
         },
-        "launch": {"timeout_s": 60.0, "grace_s": 5.0, "progress": False},
+        "checkpoint": {"every": 0, "keep": 2, "stop_s": 60.0},
+        "launch": {"timeout_s": 60.0, "grace_s": 5.0, "progress": False, "max_restarts": 0},
     }
     for key, value in changes.items():
         *path, last = key.split("__")

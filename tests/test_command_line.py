@@ -75,7 +75,7 @@ REFUSED = [
     ("hydra.output_subdir=null", "hydra.output_subdir=null: legal: .hydra"),
     ("name=${name}", "name: Recursive interpolation detected; legal: 1 to 64 letters"),
     ("model.dtype=float16", "model.dtype=float16: legal: bfloat16 or float32"),
-    ("resume=outputs", "resume=outputs: legal: null (resuming a run is not supported yet)"),
+    ("resume=outputs", "resume=outputs: legal: a run folder or the id of a run"),
     ("tracker.tags=word", "tracker.tags=word: legal: a list, each item 1 to 64 characters"),
     (
         "launch=3",

@@ -38,7 +38,7 @@ def test_the_manifest_stands_before_anything_else_of_the_run(tmp_path):
     assert said["environment"] == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1"}
     assert said["packages"]["numpy"]
     assert said["hardware"]["cpus_available"] >= 1
-    assert said["schema_version"] == 1
+    assert said["schema_version"] == 2
 
 
 def test_the_layout_table_places_every_rank(tmp_path):

@@ -36,14 +36,17 @@ from rlsp.cli.folders import (
     pinned,
     prune,
     refusing,
+    retaken_run,
+    rewrite_record,
     taken_run,
     write_record,
 )
 from rlsp.cli.machine import machine_lines
 from rlsp.cli.overrides import spelt_out
 from rlsp.cli.refusal import COMPOSITION_ERRORS, RefusalError, first_line
+from rlsp.cli.resume import RESUME_KEY, asked_to_resume, resume
 from rlsp.cli.streams import steady_streams
-from rlsp.config import Config, Job
+from rlsp.config import Config, Job, Resumption
 from rlsp.report.statuses import CRASHED, PASSED, REFUSED
 
 # Hydra would write this folder before anybody knows whether the run may start.
@@ -92,7 +95,7 @@ def execute_job(cfg: DictConfig, command_line: Sequence[str] = ()) -> int:
     with ExitStack() as held:
         try:
             config = checked(cfg)
-            if lines := machine_lines(config):
+            if lines := [*_only_alone(config), *machine_lines(config)]:
                 raise RefusalError(lines)
             with suppress(Exception):  # what cannot be imported is a crash, and told as one below
                 importlib.import_module("rlsp.launch")  # slow: an interrupt here should still leave nothing
@@ -108,12 +111,53 @@ def execute_job(cfg: DictConfig, command_line: Sequence[str] = ()) -> int:
         return _execute(_job(config, run_dir, run_id, context.overrides.task, command_line))
 
 
+def execute_resumed(
+    cfg: DictConfig, run_dir: Path, run_id: str, resumed: Resumption, command_line: Sequence[str]
+) -> int:
+    """Go on with a run in its folder; the config was checked against the run's.
+
+    Args:
+        cfg: The composed config.
+        run_dir: The run's folder.
+        run_id: Its id.
+        resumed: Where it goes on.
+        command_line: The command that the user gave.
+    """
+    steady_streams()
+    context = HydraConfig.get()
+    with ExitStack() as held:
+        try:
+            with suppress(Exception):
+                importlib.import_module("rlsp.launch")
+            with refusing(run_dir):
+                held.enter_context(retaken_run(run_dir))
+                rewrite_record(run_dir, cfg, OmegaConf.create({"hydra": context}), context.overrides.task)
+        except RefusalError as refusal:
+            print_lines("refused", refusal.lines)
+            return REFUSED
+        return _execute(_job(checked(cfg), run_dir, run_id, context.overrides.task, command_line, resumed))
+
+
 def print_lines(what: str, lines: Iterable[str]) -> None:
     """Print a heading and lines below it on stderr."""
     print("\n".join([f"rlsp: {what}:", *(f"  {line}" for line in lines)]), file=sys.stderr)
 
 
-def _job(config: Config, run_dir: Path, run_id: str, overrides: Sequence[str], command: Sequence[str]) -> Job:
+def _only_alone(config: Config) -> list[str]:
+    """Refuse to resume as a job of a sweep, or because an experiment says so."""
+    if config.resume is None:
+        return []
+    return [f"{RESUME_KEY}={config.resume}: legal: on the command line of one run"]
+
+
+def _job(
+    config: Config,
+    run_dir: Path,
+    run_id: str,
+    overrides: Sequence[str],
+    command: Sequence[str],
+    resumed: Resumption | None = None,
+) -> Job:
     return Job(
         config=config,
         run_id=run_id,
@@ -121,6 +165,7 @@ def _job(config: Config, run_dir: Path, run_id: str, overrides: Sequence[str], c
         overrides=tuple(overrides),
         command_line=tuple(command),
         started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        resumed=resumed,
     )
 
 
@@ -142,6 +187,8 @@ def _execute(job: Job) -> int:
 
 def _run(composer: Composer, overrides: list[str]) -> int:
     overrides = [*overrides, "hydra.mode=RUN"]
+    if (run := asked_to_resume(composer, overrides)) is not None:
+        return resume(composer, overrides, run, partial(execute_resumed, command_line=_command_line()))
     cfg = composer.require_run(overrides)
     run_dir = folder_of(cfg, "hydra.run.dir")
     _require_own_record(cfg)

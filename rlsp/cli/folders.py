@@ -114,6 +114,25 @@ def taken_run(run_dir: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def retaken_run(run_dir: Path) -> Iterator[None]:
+    """Hold the lock of a run that is to go on.
+
+    Raises:
+        RefusalError: Another command holds it: the run has not ended.
+        OSError: The folder cannot be written.
+    """
+    (run_dir / _LOGS).mkdir(exist_ok=True)
+    with (run_dir / _LOGS / _LOCK_NAME).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RefusalError([f"run folder {run_dir}: the run is still going on"]) from error
+        except OSError:  # without locks: whoever asks will learn nothing
+            pass
+        yield
+
+
 def is_taken(run_dir: Path) -> bool:
     """Tell whether a command has taken a folder for a run."""
     return os.path.lexists(run_dir / _LOGS)
@@ -201,12 +220,21 @@ def write_record(run_dir: Path, cfg: DictConfig, hydra: DictConfig, overrides: S
         OSError: The folder cannot be written.
     """
     folder = run_dir / HYDRA_NAME
-    contents = {"config": cfg, "hydra": hydra, "overrides": OmegaConf.create(list(overrides))}
     try:
         folder.mkdir()
-        for name, content in contents.items():
-            (folder / f"{name}.yaml").write_text(OmegaConf.to_yaml(content), encoding="utf-8")
+        rewrite_record(run_dir, cfg, hydra, overrides)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         _give_back(run_dir)
         raise
+
+
+def rewrite_record(run_dir: Path, cfg: DictConfig, hydra: DictConfig, overrides: Sequence[str]) -> None:
+    """Write what was composed last into the .hydra/ of a run.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    contents = {"config": cfg, "hydra": hydra, "overrides": OmegaConf.create(list(overrides))}
+    for name, content in contents.items():
+        (run_dir / HYDRA_NAME / f"{name}.yaml").write_text(OmegaConf.to_yaml(content), encoding="utf-8")

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlsp.collectives.agreement import History, compare, listed
-from rlsp.groups import CHAIN_BYTES, CollectiveError, Group, Trail
+from rlsp.groups import CHAIN_BYTES, CollectiveError, Group, Trail, UnlikeCallsError
 from rlsp.messages import CHECKED_BYTES, HEADER_BYTES, SMALLEST_BYTES, added_in_place, exchanged, row_bytes
 
 _HEADER = struct.Struct(f"<q{CHAIN_BYTES}s")
@@ -193,7 +193,7 @@ def _exchange_checked(call: Call, parts: Tensor) -> Tensor:
     return received[:, HEADER_BYTES : HEADER_BYTES + payload]
 
 
-def _disagreement(call: Call, scratch: Tensor) -> CollectiveError:
+def _disagreement(call: Call, scratch: Tensor) -> UnlikeCallsError:
     """Tell every rank the last calls of every other: all saw the same headers, so all of them come here."""
     text = json.dumps([call.trail.chain.hex(), *call.trail.recent]).encode()
     message = (_LENGTH.pack(len(text)) + text)[:SMALLEST_BYTES].ljust(SMALLEST_BYTES, b"\0")
@@ -206,7 +206,7 @@ def _disagreement(call: Call, scratch: Tensor) -> CollectiveError:
         (length,) = _LENGTH.unpack_from(bytes(row))
         chain, *recent = json.loads(bytes(row)[_LENGTH.size : _LENGTH.size + length])
         histories.append(History(rank, chain, tuple((number, signature) for number, signature in recent)))
-    return CollectiveError(compare(call.group.label, histories))
+    return UnlikeCallsError(compare(call.group.label, histories))
 
 
 @contextmanager

@@ -16,11 +16,12 @@ from rlsp.config.choices import (
     TokenizerKind,
     TrackerMode,
 )
-from rlsp.config.job import JOB_PATH, Job
+from rlsp.config.job import JOB_PATH, Job, Resumption
 from rlsp.config.plain import leaf_kinds, legal_text, to_plain, unknown_key
 from rlsp.config.rules import ConfigError, Given, Violation
 from rlsp.config.schema import (
     SCHEMA_NAME,
+    CheckpointConfig,
     Config,
     DeviceConfig,
     LaunchConfig,
@@ -42,6 +43,7 @@ __all__ = [
     "SCHEMA_NAME",
     "SMALL_PRODUCT",
     "ChatUse",
+    "CheckpointConfig",
     "Config",
     "ConfigError",
     "CorrectionKind",
@@ -57,6 +59,7 @@ __all__ = [
     "OptimizerConfig",
     "OptimizerKind",
     "ParallelConfig",
+    "Resumption",
     "RolloutConfig",
     "RoutesConfig",
     "ScorerKind",

@@ -13,6 +13,21 @@ JOB_PATH = ".hydra/job.json"
 
 
 @dataclass(frozen=True)
+class Resumption:
+    """Where a job goes on in a run folder that has evidence already.
+
+    Attributes:
+        rollout: The first rollout to come; what the folder had of it and of later ones is made again.
+        checkpoint: Name of the checkpoint to start from; None where a run begins again at rollout 0.
+        digest: What that checkpoint's document must have as its digest.
+    """
+
+    rollout: int
+    checkpoint: str | None
+    digest: str | None
+
+
+@dataclass(frozen=True)
 class Job:
     """One run to be executed.
 
@@ -23,6 +38,7 @@ class Job:
         overrides: What the user asked for on top of conf/, as typed.
         command_line: The whole command.
         started_at: UTC, ISO 8601.
+        resumed: Where it goes on; None for a run from its start in a fresh folder.
     """
 
     config: Config
@@ -31,6 +47,12 @@ class Job:
     overrides: tuple[str, ...]
     command_line: tuple[str, ...]
     started_at: str
+    resumed: Resumption | None = None
+
+    @property
+    def first_rollout(self) -> int:
+        """Return the first rollout to come."""
+        return self.resumed.rollout if self.resumed else 0
 
     def to_json(self) -> str:
         """Write the job as JSON text that `from_json` reads back equal."""

@@ -131,7 +131,9 @@ Route = Annotated[
         _matches(r"(strict|native)(/(strict|native))?"),
     ),
 ]
-Resume = Annotated[str, Rule("null (resuming a run is not supported yet)", lambda _: False)]
+Run = Annotated[str, Rule("a run folder or the id of a run", lambda v: 1 <= len(v) <= 4096 and "\0" not in v)]
+Every = Annotated[int, Rule(f"an integer in 0..{_MAX_COUNT}", _within(0, _MAX_COUNT))]
+Restarts = Annotated[int, Rule("an integer in 0..1000", _within(0, 1000))]
 
 
 @dataclass(frozen=True)

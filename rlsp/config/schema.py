@@ -24,6 +24,7 @@ from rlsp.config.plain import read_plain, to_plain
 from rlsp.config.rules import (
     Count,
     Even,
+    Every,
     Factory,
     FilePath,
     Fraction,
@@ -36,10 +37,11 @@ from rlsp.config.rules import (
     Options,
     Positive,
     Project,
-    Resume,
+    Restarts,
     Reward,
     RopeScaling,
     Route,
+    Run,
     Seconds,
     Seed,
     Tag,
@@ -238,12 +240,28 @@ class TrackerConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """Save every so many rollouts (0: never) and keep the newest (null: all).
+
+    stop_s is what a run that is asked to stop gets to finish its rollout and save it.
+    """
+
+    every: Every
+    keep: Count | None
+    stop_s: Seconds
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
-    """Bound how long a collective may take (timeout_s) and how long ranks get to stop (grace_s)."""
+    """Bound how long a collective may take (timeout_s) and how long ranks get to stop (grace_s).
+
+    max_restarts bounds how often the whole job starts again after a rank died or hung.
+    """
 
     timeout_s: Seconds
     grace_s: Grace
     progress: bool
+    max_restarts: Restarts
 
 
 @dataclass(frozen=True)
@@ -265,7 +283,7 @@ class Config:
     temperature: Temperature
     grad_clip: NotNegative
     reuse_rollout_logprob: bool
-    resume: Resume | None
+    resume: Run | None
     diagnose: bool
     export: bool
     model: ModelConfig
@@ -278,6 +296,7 @@ class Config:
     optimizer: OptimizerConfig
     correction: CorrectionConfig
     tracker: TrackerConfig
+    checkpoint: CheckpointConfig
     launch: LaunchConfig
 
     @property

@@ -44,7 +44,7 @@ _SHOWN = 3
 class _Run:
     folder: Path
     manifest: Manifest
-    owners: Owners
+    owners: tuple[Owners, ...]
     rollouts: int
     facts: RunFacts
     contradictions: tuple[str, ...]
@@ -54,7 +54,7 @@ class _Run:
         return Recorded(
             tensors=tensor_file.read(tensor_file.rollout_path(self.folder, index)),
             digests=RolloutDigests.read(digests_path(self.folder, index)),
-            owners=self.owners,
+            owners=self.owners[self.manifest.number_of(index)],
         )
 
 
@@ -103,7 +103,7 @@ def _open(side: str, folder: Path) -> tuple[_Run | None, list[str]]:
     if faults or evidence.manifest is None:
         return None, faults
     try:
-        owners = Owners(evidence.manifest)
+        owners = tuple(Owners(segment) for segment in evidence.manifest.segments)
     except EvidenceError as error:
         return None, [f"run {side}: {error}"]
     rollouts = _unbroken(evidence)
@@ -162,14 +162,14 @@ def _initial(a: _Run, b: _Run, common: int) -> Found:
     """Compare the initial weights tensor by tensor, or by their digests where no rollout recorded them."""
     tables = [run.recorded(0).digests.initial for run in (a, b)] if common else [None, None]
     if tables[0] is not None and tables[1] is not None:
-        return compare_initial(tables[0], tables[1], (a.owners, b.owners))
+        return compare_initial(tables[0], tables[1], (a.owners[0], b.owners[0]))
     digests = [
         run.manifest.startup.initial_weights_digest for run in (a, b) if run.manifest.startup is not None
     ]
     if digests[0] == digests[1]:
         return Found(Stage.INITIAL_WEIGHTS, 1, 0, None)
     mine, other = (
-        Side(bits=f"0x{digest}", number=None, ranks=run.owners.everyone())
+        Side(bits=f"0x{digest}", number=None, ranks=run.owners[0].everyone())
         for digest, run in zip(digests, (a, b), strict=True)
     )
     return Found(

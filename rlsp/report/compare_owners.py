@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlsp.layout import assign_prompts, assign_sequences, padded_length, zigzag_positions
 from rlsp.report.files import EvidenceError
-from rlsp.report.manifest import MANIFEST_NAME, Manifest
+from rlsp.report.manifest import MANIFEST_NAME, Manifest, Segment
 
 Ranks = tuple[int, ...]
 
@@ -32,13 +32,13 @@ class _Config(BaseModel):
 
 
 class Owners:
-    """Answer for one run, from its manifest alone.
+    """Answer for one segment of a run, from its manifest alone.
 
     Raises:
         EvidenceError: The manifest's config does not say how work is cut.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest | Segment) -> None:
         try:
             self._config = _Config.model_validate(manifest.config)
         except ValidationError as error:

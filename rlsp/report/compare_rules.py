@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rlsp.layout import layout_word
 from rlsp.report.files import canonical_json, sha256_bytes
 from rlsp.report.manifest import Manifest, StartupFacts
 
@@ -18,6 +19,8 @@ FREE_KEYS = frozenset(
         "device",
         "tracker",
         "launch",
+        "checkpoint",
+        "resume",
         "diagnose",
         "export",
         "task.timeout_s",
@@ -25,26 +28,44 @@ FREE_KEYS = frozenset(
 )
 """Keys of a config (a section stands for all of its keys) that must not change a bit of the results."""
 
+_LAYOUT_KEYS = frozenset({"micro_batch_size", "parallel", "rollout.tp", "rollout.engines", "device"})
+"""Those of them that change no bit because the contract keeps them from it: not where a route is native."""
+
 LENGTH_KEY = "num_rollouts"
 """How many rollouts there are: it changes where a run ends, not what is common to two runs."""
 
 # Versions on which kernels, sums on the host and the evidence itself rest.
 _PACKAGES = ("torch", "megatron-core", "numpy", "safetensors", "rlsp")
+_ROUTES = "numerics.routes."
 _SHOWN = 12
 
 
 def result_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """List what of a composed config decides the results, as dotted key and plain value."""
-    return {
-        key: value
-        for key, value in _leaves(config)
-        if key not in FREE_KEYS and key.partition(".")[0] not in FREE_KEYS
-    }
+    return {key: value for key, value in _leaves(config) if not _within(key, FREE_KEYS)}
 
 
 def result_hash(config: Mapping[str, Any]) -> str:
     """Hash what of a composed config decides the results: runs with one hash must agree to the last bit."""
     return sha256_bytes(canonical_json(result_keys(config)))
+
+
+def continuation_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """List what of a composed config a run must keep when it is resumed, as dotted key and plain value.
+
+    Its length may grow. Where a route is native, or an engine external, the bits may depend on the layout, so
+    that it is kept, too.
+    """
+    kept = {key: value for key, value in result_keys(config).items() if key != LENGTH_KEY}
+    strict = all(value == "strict" for key, value in kept.items() if key.startswith(_ROUTES))
+    if not strict or kept.get("rollout.engine") != "native":
+        kept |= {key: value for key, value in _leaves(config) if _within(key, _LAYOUT_KEYS)}
+    return kept
+
+
+def continuation_hash(config: Mapping[str, Any]) -> str:
+    """Hash what of a composed config a run must keep when it is resumed."""
+    return sha256_bytes(canonical_json(continuation_keys(config)))
 
 
 def refusals(a: Manifest, b: Manifest) -> tuple[str, ...]:
@@ -75,6 +96,8 @@ def notes(a: Manifest, b: Manifest) -> tuple[str, ...]:
     if a.run_id == b.run_id:
         found.append(f"A and B are one run, {a.run_id}")
     for side, run in (("A", a), ("B", b)):
+        if run.earlier:
+            found.append(f"run {side} has {len(run.segments)} segments: {_segments(run)}")
         if run.aborted is not None:
             found.append(f"run {side} was aborted ({run.aborted}): it is compared as far as it goes")
     planned = [run.config.get(LENGTH_KEY) for run in (a, b)]
@@ -108,6 +131,21 @@ def _contract(a: StartupFacts, b: StartupFacts) -> Iterator[str]:
         yield from unequal(f"contract {field}", a.contract.get(field), b.contract.get(field))
     if not fields:
         yield from unequal("contract", a.contract_hash, b.contract_hash)
+
+
+def _within(key: str, keys: frozenset[str]) -> bool:
+    """Tell whether a key is one of some, or of a section that is."""
+    return key in keys or key.partition(".")[0] in keys
+
+
+def _segments(run: Manifest) -> str:
+    """Say from which rollout on a run had which layout."""
+    words = []
+    for segment in run.segments:
+        at = segment.layout
+        layout = layout_word(cp=at.cp, tp=at.tp, sp=at.sp, dp=at.dp)
+        words.append(f"from rollout {segment.first_rollout} in {layout}, {segment.begun_by.value}")
+    return "; ".join(words)
 
 
 def _text(value: object) -> str:

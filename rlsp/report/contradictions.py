@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from rlsp.numerics.contract import contract_sha256
 from rlsp.report.documents import Document
 from rlsp.report.files import canonical_json, json_safe, sha256_bytes
-from rlsp.report.manifest import Manifest, StartupFacts, Status, engine_layout, training_layout
+from rlsp.report.manifest import Manifest, Segment, StartupFacts, Status, engine_layout, training_layout
 from rlsp.report.mismatch_records import Mismatch
 from rlsp.report.planned import Planned
 from rlsp.report.recorder import consistency_metrics
@@ -38,9 +38,9 @@ def of_manifest(manifest: Manifest, planned: Planned | None) -> Iterator[str]:
         yield "config_hash is not the hash of config"
     yield from _end(manifest)
     if manifest.startup is not None:
-        yield from _contract(manifest.startup, planned)
+        yield from of_contract(manifest.startup, planned)
     if planned is not None:
-        yield from _layouts(manifest, planned)
+        yield from of_layouts(manifest, planned)
         for key, said, wanted in (
             ("seeds", manifest.seeds, {"seed": planned.seed}),
             ("entropy_coef", manifest.entropy_coef, planned.entropy_coef),
@@ -229,7 +229,8 @@ def _is_time(text: str) -> bool:
     return True
 
 
-def _contract(startup: StartupFacts, planned: Planned | None) -> Iterator[str]:
+def of_contract(startup: StartupFacts, planned: Planned | None) -> Iterator[str]:
+    """Yield where the contract is not the one of its hash, or not the config's."""
     if contract_sha256(startup.contract) != startup.contract_hash:
         yield "contract_hash is not the hash of contract"
     for field, wanted in (planned.contract if planned else {}).items():
@@ -238,7 +239,8 @@ def _contract(startup: StartupFacts, planned: Planned | None) -> Iterator[str]:
             yield f"contract {field} is {said}, but config gives {words(wanted)}"
 
 
-def _layouts(manifest: Manifest, planned: Planned) -> Iterator[str]:
+def of_layouts(manifest: Manifest | Segment, planned: Planned) -> Iterator[str]:
+    """Yield where a layout table is not the config's."""
     # The length first: a config may promise more ranks than a table could hold.
     for key, table in (("layout", manifest.layout.table), ("rollout_layout", manifest.rollout_layout.table)):
         if len(table) != planned.world_size:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from rlsp.config import JOB_PATH, ConfigError, Job, violations
+from rlsp.config import JOB_PATH, ConfigError, Job, from_plain, violations
 from rlsp.report import tensors as tensor_file
 from rlsp.report.files import EvidenceError, read_regular
 from rlsp.report.manifest import MANIFEST_NAME, Manifest
@@ -55,12 +55,24 @@ def choose(run_dir: Path, rollout: int | None, sample: int | None) -> Choice:
         records = ConsistencyReport.read(run_dir / CONSISTENCY_NAME).rollouts
         job = _job(run_dir)
         record = _record(records, rollout, sample)
+        job = _of_segment(job, manifest, record.index)
         if sample is None:
             sample = _first_mismatch(record)
         _require_tokens(run_dir, record, sample)
     except EvidenceError as error:
         raise RefusedError(str(error)) from error
     return Choice(job, manifest, record.index, sample, _notes(run_dir, manifest))
+
+
+def _of_segment(job: Job, manifest: Manifest, rollout: int) -> Job:
+    """Give a resumed run's job the config, and so the layout, of the segment that made a rollout."""
+    if manifest.number_of(rollout) == len(manifest.earlier):
+        return job
+    try:
+        config = from_plain(manifest.segment_of(rollout).config)
+    except ConfigError as error:
+        raise RefusedError(f"{MANIFEST_NAME}: {error}") from error
+    return replace(job, config=config)
 
 
 def _job(run_dir: Path) -> Job:

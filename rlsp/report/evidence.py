@@ -30,6 +30,7 @@ from rlsp.report.manifest import MANIFEST_NAME, Manifest
 from rlsp.report.metrics import STEP
 from rlsp.report.planned import Planned
 from rlsp.report.recorder import CONSISTENCY_NAME, METRICS_NAME, parse_row, whole_rows
+from rlsp.report.segment_rules import of_checkpoints, of_segments
 
 _INDEX_DIGITS = 19
 
@@ -84,6 +85,13 @@ class RunEvidence:
     faults: tuple[str, ...]
     contradictions: tuple[str, ...]
 
+    def cp_of(self, rollout: int) -> int | None:
+        """Return how many CP shards a rollout was trained in; None where the manifest does not say."""
+        if self.planned is None or self.manifest is None:
+            return None
+        newest = self.manifest.number_of(rollout) == len(self.manifest.earlier)
+        return self.planned.parallel.cp if newest else self.manifest.segment_of(rollout).layout.cp
+
     def compared(self) -> Iterator[tuple[int, TokenEvidence]]:
         """Yield every rollout whose two sides could be compared."""
         for index, measured in sorted(self.measured.items()):
@@ -110,6 +118,7 @@ def collect(run_dir: Path) -> RunEvidence:
     records = _records(run_dir, measured, faults)
     if manifest is not None:
         contradicting += _job(run_dir, manifest, faults)
+        contradicting += of_checkpoints(run_dir, manifest, records)
     if planned is not None:
         for index, record in sorted(records.items()):
             place = f"{CONSISTENCY_NAME}, rollout {index}"
@@ -147,7 +156,8 @@ def _manifest(run_dir: Path, faults: list[str]) -> tuple[Manifest | None, Planne
         planned = Planned.model_validate(manifest.config)
     except ValidationError as error:
         faults.append(f"{MANIFEST_NAME}: config does not say what was planned: {first_fault(error)}")
-    faults += [f"{MANIFEST_NAME}: {fault}" for fault in of_manifest(manifest, planned)]
+    found = [*of_manifest(manifest, planned), *of_segments(manifest)]
+    faults += [f"{MANIFEST_NAME}: {fault}" for fault in found]
     return manifest, planned
 
 

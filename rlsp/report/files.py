@@ -45,15 +45,15 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-        _sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise EvidenceError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the rename in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -26,6 +26,14 @@ class Status(Enum):
     ABORTED = "aborted"
 
 
+class Beginning(Enum):
+    """Why a segment of a run began."""
+
+    STARTED = "started"
+    RESUMED = "resumed"
+    RESTARTED = "restarted"
+
+
 class RankPlace(Document):
     """One row of the layout table: where a rank stands; `sp` is the index of its residual shard."""
 
@@ -112,11 +120,44 @@ class StartupFacts(Document):
     agreement: tuple[RankAgreement, ...]
 
 
-class Manifest(Document):
-    """The file manifest.json. Times are UTC, ISO 8601; `environment` lists the switches that matter."""
+class Segment(Document):
+    """One stretch of a run, from its start or from a checkpoint up to its end or the next one's beginning.
 
-    schema_version: Literal[1] = 1
+    It made the rollouts from `first_rollout` on that no later segment made again. `checkpoint` names what it
+    went on from, with the digest of its document; both are null where it began at rollout 0.
+    """
+
+    begun_by: Beginning
+    first_rollout: int
+    checkpoint: str | None
+    checkpoint_digest: str | None
+    started_at: str
+    command_line: tuple[str, ...]
+    overrides: tuple[str, ...]
+    config: dict[str, JsonValue]
+    config_hash: str
+    layout: TrainingLayout
+    rollout_layout: EngineLayout
+    code: CodeRevision
+    hardware: Hardware
+    startup: StartupFacts | None
+    status: Status
+    ended_at: str | None
+    aborted: str | None
+
+
+class Manifest(Document):
+    """The file manifest.json. Times are UTC, ISO 8601; `environment` lists the switches that matter.
+
+    A run that was resumed or restarted is told by its newest segment; `earlier` has those before it.
+    """
+
+    schema_version: Literal[1, 2] = 2
     run_id: str
+    begun_by: Beginning = Beginning.STARTED
+    first_rollout: int = 0
+    checkpoint: str | None = None
+    checkpoint_digest: str | None = None
     started_at: str
     command_line: tuple[str, ...]
     overrides: tuple[str, ...]
@@ -134,6 +175,22 @@ class Manifest(Document):
     status: Status
     ended_at: str | None
     aborted: str | None
+    earlier: tuple[Segment, ...] = ()
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """List all segments in order, the newest as the manifest itself tells it."""
+        own = {name: getattr(self, name) for name in Segment.model_fields}
+        return (*self.earlier, Segment(**own))
+
+    def number_of(self, rollout: int) -> int:
+        """Return which segment, from 0, made what the folder holds of a rollout."""
+        firsts = [*(segment.first_rollout for segment in self.earlier), self.first_rollout]
+        return max((n for n, first in enumerate(firsts) if first <= rollout), default=0)
+
+    def segment_of(self, rollout: int) -> Segment:
+        """Return the segment that made what the folder holds of a rollout."""
+        return self.segments[self.number_of(rollout)]
 
     @property
     def begun_hash(self) -> str:
@@ -142,19 +199,25 @@ class Manifest(Document):
         return sha256_bytes(canonical_json(begun))
 
 
-def begin(job: Job, environment: Mapping[str, str]) -> Manifest:
-    """Write the manifest of a run that is about to start, in its run folder, and return it.
+def begin(job: Job, environment: Mapping[str, str], begun_by: Beginning | None = None) -> Manifest:
+    """Write the manifest of a run, or of a segment of one, that is about to start, and return it.
 
     Args:
-        job: The run.
+        job: The run. Where it is resumed, the manifest in its folder goes on as an earlier segment.
         environment: The environment switches that matter (`determinism.environment_switches()`).
+        begun_by: Why it begins; None: as the job says.
 
     Raises:
         EvidenceError: The folder cannot be written.
     """
-    config = job.config
+    config, resumed = job.config, job.resumed
+    run_dir = Path(job.run_dir)
     manifest = Manifest(
         run_id=job.run_id,
+        begun_by=begun_by or (Beginning.RESUMED if resumed else Beginning.STARTED),
+        first_rollout=job.first_rollout,
+        checkpoint=resumed.checkpoint if resumed else None,
+        checkpoint_digest=resumed.digest if resumed else None,
         started_at=job.started_at,
         command_line=job.command_line,
         overrides=job.overrides,
@@ -172,8 +235,8 @@ def begin(job: Job, environment: Mapping[str, str]) -> Manifest:
         status=Status.RUNNING,
         ended_at=None,
         aborted=None,
+        earlier=Manifest.read(run_dir / MANIFEST_NAME).segments if resumed else (),
     )
-    run_dir = Path(job.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     manifest.write(run_dir / MANIFEST_NAME)
     return manifest

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from rlsp.report import metrics as registry
 from rlsp.report import tensors as tensor_file
+from rlsp.report.again import compare_again, set_aside
 from rlsp.report.consistency import (
     ConsistencyReport,
     RolloutFacts,
@@ -36,7 +37,7 @@ class Recorder:
     earlier rollouts stays whole.
 
     Args: run_dir: The run folder. first: Index of the first rollout to come. Evidence of earlier ones is
-        kept, later evidence is removed, as a resumed run makes it again.
+        kept; later evidence is set aside, as a resumed run makes it again, and must make the same.
 
     Raises: EvidenceError: Evidence of a rollout before `first` is missing, or the folder is not fresh
         although `first` is 0.
@@ -85,7 +86,7 @@ class Recorder:
             digests: What digests/NNNNN.json says; rollout 0's has the initial weights.
 
         Raises: EvidenceError: A tensor, a metric name, the index or where the initial weights stand is wrong
-            (nothing was written), or the disk refused.
+            (nothing was written), the disk refused, or a killed segment had recorded other bits.
         """
         if index != len(self._records):
             raise EvidenceError(
@@ -99,6 +100,7 @@ class Recorder:
         records = (*self._records, record)
         write_atomically(tensor_file.rollout_path(self._run_dir, index), content)
         digests.write(digests_path(self._run_dir, index))
+        compare_again(self._run_dir, index, judged=set(facts.declared_routes.values()) == {"strict"})
         ConsistencyReport(total=total(records), rollouts=records).write(self._run_dir / CONSISTENCY_NAME)
         self._records = records
         # NumPy's scalars are no JSON numbers.
@@ -125,11 +127,8 @@ class Recorder:
         return records
 
     def _forget_from(self, first: int) -> None:
-        """Remove the evidence of rollouts from `first` on, which will be made again."""
-        for folder, suffix in ((tensor_file.FOLDER, ".safetensors"), (DIGESTS_FOLDER, ".json")):
-            for path in sorted((self._run_dir / folder).glob(f"*{suffix}")):
-                if path.stem.isdigit() and int(path.stem) >= first:
-                    path.unlink()
+        """Set the evidence of rollouts from `first` on aside, which will be made again."""
+        set_aside(self._run_dir, first)
         ConsistencyReport(total=total(self._records), rollouts=self._records).write(
             self._run_dir / CONSISTENCY_NAME
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from rlsp.report.contradictions import words
 from rlsp.report.evidence import RunEvidence
 from rlsp.report.findings import Findings, GateResult
-from rlsp.report.manifest import RankAgreement, StartupFacts
+from rlsp.report.manifest import RankAgreement, Segment, StartupFacts
 
 _SHOWN_ROLLOUTS = 8
 
@@ -81,34 +81,40 @@ def agreement(run: RunEvidence) -> GateResult:
         for index, r in sorted(run.records.items())
         if not r.ranks_agree
     ]
-    if run.manifest is None or run.manifest.startup is None:
+    if run.manifest is None:
         found.doubts.append("the manifest has no start-up facts: nothing says that the ranks agreed")
         return found.result("agreement")
-    startup = run.manifest.startup
-    places = {row.rank: row.model_dump(exclude={"rank"}) for row in run.manifest.layout.table}
+    segments = run.manifest.segments
+    made = {run.manifest.number_of(index) for index in run.records} | {len(segments) - 1}
+    for number, segment in enumerate(segments):
+        place = "start-up" if len(segments) == 1 else f"start-up of segment {number}"
+        if segment.startup is not None:
+            found.faults += [f"{place}: {fault}" for fault in _agreed(segment, segment.startup)]
+        elif number in made:
+            where = "the manifest" if len(segments) == 1 else f"segment {number}"
+            found.doubts.append(f"{where} has no start-up facts: nothing says that the ranks agreed")
+    return found.result("agreement")
+
+
+def _agreed(segment: Segment, startup: StartupFacts) -> Iterator[str]:
+    """Yield where a rank of one segment was not like the rest, or stood elsewhere than its layout says."""
+    places = {row.rank: row.model_dump(exclude={"rank"}) for row in segment.layout.table}
     said = [row.rank for row in startup.agreement]
     if sorted(said) != sorted(places):
-        found.faults.append(f"start-up: ranks {sorted(said)} reported, the layout has {sorted(places)}")
+        yield f"ranks {sorted(said)} reported, the layout has {sorted(places)}"
     for row in startup.agreement:
         here = {axis: index for axis, index in row.layout.items() if axis != "rank"}
         if row.rank in places and here != places[row.rank]:
-            found.faults.append(
-                f"start-up: rank {row.rank} stands at {here}, the layout says {places[row.rank]}"
-            )
+            yield f"rank {row.rank} stands at {here}, the layout says {places[row.rank]}"
     shared: tuple[tuple[str, str, Callable[[RankAgreement], str]], ...] = (
         ("contract", startup.contract_hash, lambda row: row.contract_hash),
-        ("code", run.manifest.code.source_hash, lambda row: row.code_hash),
-        (
-            "kernels",
-            _kernel_digest(startup),
-            lambda row: row.kernel_digest,
-        ),
+        ("code", segment.code.source_hash, lambda row: row.code_hash),
+        ("kernels", _kernel_digest(startup), lambda row: row.kernel_digest),
     )
     for what, expected, of in shared:
         for row in startup.agreement:
             if of(row) != expected:
-                found.faults.append(f"start-up: rank {row.rank} has {what} {of(row)}, not {expected}")
-    return found.result("agreement")
+                yield f"rank {row.rank} has {what} {of(row)}, not {expected}"
 
 
 def _kernel_digest(startup: StartupFacts) -> str:

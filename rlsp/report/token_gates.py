@@ -141,9 +141,12 @@ def _check_gradient(index: int, record: RolloutRecord, found: Findings) -> None:
 
 def _check_shards(run: RunEvidence, found: Findings) -> None:
     """Ask every CP shard for its tokens, and the TP replicas for their agreement."""
-    shards = run.planned.parallel.cp if run.planned else None
+    by_width: dict[int, list[tuple[int, ...]]] = {}
     for index, record in sorted(run.records.items()):
-        if shards is not None and len(record.cp_tokens) != shards:
+        shards = run.cp_of(index)
+        if shards == len(record.cp_tokens):
+            by_width.setdefault(shards, []).append(record.cp_tokens)
+        elif shards is not None:
             found.faults.append(
                 f"rollout {index}: {len(record.cp_tokens)} of {shards} CP shards reported tokens"
             )
@@ -155,10 +158,10 @@ def _check_shards(run: RunEvidence, found: Findings) -> None:
             )
         if not record.tp_replicas_agree:
             found.faults.append(f"rollout {index}: TP replicas of one token do not agree")
-    by_shard = [record.cp_tokens for record in run.records.values() if len(record.cp_tokens) == shards]
-    totals = [sum(column) for column in zip(*by_shard, strict=True)]
-    if idle := [shard for shard, tokens in enumerate(totals) if tokens == 0 and sum(totals)]:
-        found.notes.append(
-            f"no active token fell on CP shards {idle}: sequences are too short for parallel.cp={shards}, "
-            "and the run says nothing about these shards"
-        )
+    for shards, rows in sorted(by_width.items()):
+        totals = [sum(column) for column in zip(*rows, strict=True)]
+        if idle := [shard for shard, tokens in enumerate(totals) if tokens == 0 and sum(totals)]:
+            found.notes.append(
+                f"no active token fell on CP shards {idle}: sequences are too short for "
+                f"parallel.cp={shards}, and the run says nothing about these shards"
+            )
