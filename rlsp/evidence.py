@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlsp import bits, collectives, determinism
 from rlsp.config import Config, Job
+from rlsp.config.agreed import agreed_hash
 from rlsp.groups import Mesh
 from rlsp.model.assemble import Models
 from rlsp.model.weights import weight_entries, weights_digest
@@ -64,7 +65,8 @@ def startup_facts(
         DisagreementError: On every rank, naming the ranks with another contract, code, kernels or task.
     """
     contract, certificate = models.contract, models.certificate
-    mine = bytes.fromhex(contract.sha256 + source_hash() + certificate.digest + task.content_hash)
+    hashes_here = (contract.sha256, source_hash(), certificate.digest, task.content_hash, agreed_hash(config))
+    mine = bytes.fromhex("".join(hashes_here))
     every = collectives.gather(
         torch.tensor([list(mine)], dtype=torch.uint8, device=_device(models)), mesh.world
     ).tolist()
@@ -75,7 +77,8 @@ def startup_facts(
         for what in ("contract_hash", "code_hash", "kernel_digest")
     }
     # Ranks on other machines may have another file under the same path.
-    for what, values in {**values_of, "task hash": [hashes[192:] for hashes in held]}.items():
+    values_of |= {"task hash": [hashes[192:256] for hashes in held], "config": [h[256:] for h in held]}
+    for what, values in values_of.items():
         if len(set(values)) > 1:
             raise DisagreementError(
                 f"ranks disagree on {what}: " + ", ".join(f"rank {i} {v[:16]}" for i, v in enumerate(values))

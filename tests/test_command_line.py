@@ -264,10 +264,17 @@ def test_a_gpu_run_is_refused_where_there_is_no_gpu(
     assert "4 ranks (dp · cp · tp): legal: at most 2, the GPUs here" in rlsp_command.errors
 
 
-def test_rlsp_is_refused_under_torchrun(rlsp_command: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torchrun_rlsp_is_one_process_a_machine_or_refused(
+    rlsp_command: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert rlsp_command() == 2
-    assert "python -m rlsp.worker JOB.json" in rlsp_command.errors
+    assert "under torchrun: legal: with cluster=torchrun" in rlsp_command.errors
+    assert rlsp_command("cluster=torchrun") == 2
+    assert "torchrun --nproc-per-node=2: legal: 1; rlsp starts" in rlsp_command.errors
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert rlsp_command("cluster=torchrun") == 0
 
 
 def test_the_command_starts_without_torch(tmp_path: Path) -> None:

@@ -91,6 +91,12 @@ ILLEGAL: dict[str, tuple[Any, ...]] = {
     "tracker.finish_timeout_s": SECONDS,
     "launch.timeout_s": SECONDS,
     "launch.grace_s": (0.0, -1.0, nan, inf, 6.1),
+    "cluster.nodes": COUNT,
+    "cluster.node": (-1, 10**6),
+    "cluster.host": ("", "a b", "http://a", "-x", "a" * 254),
+    "cluster.port": (0, -1, 65536),
+    "cluster.attempt": (-1, 10**6),
+    "cluster.wait_s": SECONDS,
     "task.response_limit": TOKENS,
     "task.path": ("", "x" * 4097, "a\0b"),
     "task.prompt_key": ("", "x" * 129),
@@ -194,6 +200,19 @@ CROSSED = [
     (
         {"correction.lower": 2.0},
         "correction.lower=2.0: legal: a number of at least 0 and below correction.upper=2.0",
+    ),
+    (
+        {"cluster.nodes": 3, "cluster.host": "a"},
+        "cluster.nodes=3: legal: a divisor of the world size 2: every machine has as many ranks",
+    ),
+    ({"cluster.node": 1}, "cluster.node=1: legal: 0 (one machine)"),
+    (
+        {"cluster.nodes": 2, "cluster.node": 2, "cluster.host": "a"},
+        "cluster.node=2: legal: an integer in 0..1",
+    ),
+    (
+        {"cluster.nodes": 2},
+        "cluster.host=null: legal: the name or address of node 0, as the other machines reach it",
     ),
     ({"task.kind": TaskKind.jsonl}, "task.path=null: legal: a file of JSON lines (for task.kind=jsonl)"),
     ({"task.path": "a.jsonl"}, "task.path=a.jsonl: legal: null (task.kind=arithmetic has none)"),

@@ -19,6 +19,7 @@ from rlsp.config.plain import leaf_kinds, legal_text, to_plain, unknown_key
 from rlsp.config.rules import ConfigError, Violation
 from rlsp.config.schema import (
     SCHEMA_NAME,
+    ClusterConfig,
     Config,
     DeviceConfig,
     LaunchConfig,
@@ -38,6 +39,7 @@ __all__ = [
     "JOB_PATH",
     "SCHEMA_NAME",
     "SMALL_PRODUCT",
+    "ClusterConfig",
     "Config",
     "ConfigError",
     "CorrectionKind",

@@ -18,6 +18,7 @@ FREE_KEYS = frozenset(
         "device",
         "tracker",
         "launch",
+        "cluster",
         "diagnose",
         "task.timeout_s",
     }
