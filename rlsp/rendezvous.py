@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -24,10 +25,10 @@ from torch.distributed import DistError
 from rlsp.board import BoardWriter, Place
 from rlsp.config import ClusterConfig, Job
 from rlsp.config.agreed import agreed
-from rlsp.report import manifest
 from rlsp.report.provenance import source_hash
 
 _PACKAGES = ("torch", "megatron-core", "numpy")
+NODES_NAME = "nodes.json"
 _TICK_S = 0.2
 _LINGER_S = 5.0
 _SHOWN = 6
@@ -73,7 +74,7 @@ def card_of(job: Job) -> NodeCard:
 
 
 def join(job: Job, place: Place) -> None:
-    """Meet the other machines, open the process group over all ranks, and say in the manifest who is who.
+    """Meet the other machines, open the process group over all ranks, and note who is who.
 
     Raises:
         RendezvousError: As `meet` does.
@@ -89,7 +90,8 @@ def join(job: Job, place: Place) -> None:
     )
     if place.rank == 0:
         nodes = [{name: value for name, value in asdict(card).items() if name != "facts"} for card in cards]
-        manifest.add_nodes(job.run_dir, [manifest.NodePlace(**node) for node in nodes])
+        # In logs/: a manifest, which may be published, names no machine.
+        (Path(job.run_dir) / "logs" / NODES_NAME).write_text(json.dumps(nodes, indent=2) + "\n")
 
 
 def meet(job: Job, place: Place) -> tuple[Store, tuple[NodeCard, ...]]:

@@ -55,6 +55,8 @@ REFUSED = [
         "prompts_per_rollout=1000000",
         "prompts_per_rollout=1000000: legal: at most 250000 (samples_per_prompt=4)",
     ),
+    ("rollout.top_p=0.9", "rollout.top_p=0.9: legal: a known key; did you mean rollout.tp?"),
+    ("+rollout.top_k=40", "rollout.top_k=40: legal: a known key; did you mean rollout.tp?"),
     ("launch.timeout_s=1e300", "launch.timeout_s=1e+300: legal: seconds in 1..86400"),
     ("launch.timeout_s=1e-9", "launch.timeout_s=1e-09: legal: seconds in 1..86400"),
     ("tracker.init_timeout_s=1e300", "tracker.init_timeout_s=1e+300: legal: seconds in 1..86400"),
@@ -76,7 +78,7 @@ REFUSED = [
     ("name=${name}", "name: Recursive interpolation detected; legal: 1 to 64 letters"),
     ("model.dtype=float16", "model.dtype=float16: legal: bfloat16 or float32"),
     ("resume=outputs", "resume=outputs: legal: null (resuming a run is not supported yet)"),
-    ("tracker.tags=word", "tracker.tags=word: legal: a list, each item 1 to 64 characters"),
+    ("tracker.tags=word", "tracker.tags=word: legal: a list, each item 1 to 64 printable characters"),
     (
         "launch=3",
         "launch=3: legal: nothing for the section itself; its keys: launch.timeout_s, launch.grace_s",

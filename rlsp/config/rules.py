@@ -27,6 +27,11 @@ def _matches(pattern: str) -> Callable[[str], bool]:
     return lambda text: re.fullmatch(pattern, text) is not None
 
 
+def _printable(pattern: str) -> Callable[[str], bool]:
+    """Match a pattern without what a terminal or a page would act on."""
+    return lambda text: text.isprintable() and re.fullmatch(pattern, text) is not None
+
+
 # Bounds keep what cannot run out: a number that no machine holds would be accepted first and abort later.
 _MAX_COUNT = 10**6
 _MAX_TOKENS = 2**17  # the longest context of Qwen3's family
@@ -89,8 +94,10 @@ Name = Annotated[
         _matches(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"),
     ),
 ]
-Project = Annotated[str, Rule("1 to 128 characters without / \\ # ? % :", _matches(r"[^/\\#?%:\n]{1,128}"))]
-Label = Annotated[str, Rule("1 to 128 characters", _matches(r".{1,128}"))]
+Project = Annotated[
+    str, Rule("1 to 128 printable characters without / \\ # ? % :", _printable(r"(?!\.{1,2}$)[^/\\#?%:]{1,128}"))
+]
+Label = Annotated[str, Rule("1 to 128 printable characters", _printable(r".{1,128}"))]
 FilePath = Annotated[str, Rule("1 to 4096 characters", lambda v: 1 <= len(v) <= 4096 and "\0" not in v)]
 Factory = Annotated[
     str, Rule("module:function, as in my_tasks.shout:make", _matches(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*"))
@@ -99,7 +106,7 @@ Options = Annotated[
     dict[str, Any],
     Rule("a mapping of names to numbers, texts, true, false or lists of them", _is_flat),
 ]
-Tag = Annotated[str, Rule("1 to 64 characters", _matches(r".{1,64}"))]
+Tag = Annotated[str, Rule("1 to 64 printable characters", _printable(r".{1,64}"))]
 Route = Annotated[
     str,
     Rule(

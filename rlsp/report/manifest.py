@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -90,16 +90,6 @@ class StartupFacts(Document):
     agreement: tuple[RankAgreement, ...]
 
 
-class NodePlace(Document):
-    """One machine of a run over several: its name, its ranks, and the folder of their logs on it."""
-
-    node: int
-    host: str
-    first_rank: int
-    last_rank: int
-    run_dir: str
-
-
 class Manifest(Document):
     """The file manifest.json. Times are UTC, ISO 8601; `environment` lists the switches that matter."""
 
@@ -118,7 +108,6 @@ class Manifest(Document):
     packages: dict[str, str]
     hardware: Hardware
     environment: dict[str, str]
-    nodes: tuple[NodePlace, ...] = ()
     startup: StartupFacts | None
     status: Status
     ended_at: str | None
@@ -127,7 +116,7 @@ class Manifest(Document):
     @property
     def begun_hash(self) -> str:
         """Hash what was known as the run began; adding start-up facts and the end leaves it."""
-        begun = self.model_dump(mode="json", exclude={"nodes", "startup", "status", "ended_at", "aborted"})
+        begun = self.model_dump(mode="json", exclude={"startup", "status", "ended_at", "aborted"})
         return sha256_bytes(canonical_json(begun))
 
 
@@ -182,15 +171,6 @@ def add_startup(run_dir: str | Path, startup: StartupFacts | Mapping[str, Any]) 
             faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
             raise EvidenceError("start-up facts are malformed: " + "; ".join(faults)) from error
     return _replaced(path, startup=startup)
-
-
-def add_nodes(run_dir: str | Path, nodes: Sequence[NodePlace]) -> Manifest:
-    """Add which machines a run stands on, where it is more than one.
-
-    Raises:
-        EvidenceError: The manifest cannot be read or written.
-    """
-    return _replaced(Path(run_dir) / MANIFEST_NAME, nodes=tuple(nodes))
 
 
 def finish(run_dir: str | Path, ended_at: str, status: Status, aborted: str | None = None) -> Manifest:
