@@ -25,6 +25,7 @@ _THREAD_COUNTS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # Switches that change no bit, or whose effect is read back from the libraries themselves.
 _NO_IDENTITY = re.compile(r"MKL_NUM_THREADS|MKL_DYNAMIC|.*_VERBOSE")
 _RENDEZVOUS = re.compile(r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+_LOOPBACK = "lo"
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _CUBLAS_VALUES = (":4096:8", ":16:8")
 # Reduced precision and choice by timing are off. Memory that an operator forgot to write shows as NaN.
@@ -56,7 +57,7 @@ def environment_values(names: Iterable[str]) -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in names}
 
 
-def rank_environment(threads: int) -> dict[str, str]:
+def rank_environment(threads: int, interface: str | None = _LOOPBACK) -> dict[str, str]:
     """Return the environment for a process that hosts ranks on this machine.
 
     Thread counts are fixed before any library starts its pool. Switches of oneDNN, MKL and ATen stay as
@@ -65,6 +66,8 @@ def rank_environment(threads: int) -> dict[str, str]:
 
     Args:
         threads: Intra-operator threads of one rank.
+        interface: The network interface by which ranks reach each other; None leaves the choice to the
+            backend. What the user's own environment says goes before.
     """
     environment = {name: value for name, value in os.environ.items() if not _RENDEZVOUS.fullmatch(name)}
     environment.update(dict.fromkeys(_THREAD_COUNTS, str(threads)))
@@ -78,8 +81,12 @@ def rank_environment(threads: int) -> dict[str, str]:
         TOKENIZERS_PARALLELISM="false",
     )
     environment.setdefault(_CUBLAS, _CUBLAS_VALUES[0])
-    if Path("/sys/class/net/lo").exists():  # all ranks are on this machine: stay off its other interfaces
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if interface == _LOOPBACK:  # all ranks are on this machine: stay off its other interfaces
+        if Path("/sys/class/net", _LOOPBACK).exists():
+            environment.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+    elif interface is not None:
+        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+        environment.setdefault("NCCL_SOCKET_IFNAME", interface)
     return environment
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlsp import bits, collectives, determinism
 from rlsp.config import Config, Job
+from rlsp.config.agreed import agreed_hash
 from rlsp.groups import Ledger, Mesh
 from rlsp.model.assemble import Models
 from rlsp.model.weights import weight_entries, weights_digest
@@ -94,7 +95,15 @@ def startup_facts(
     """
     contract, certificate = models.contract, models.certificate
     weights = weights_digest(models.trainer)
-    mine = bytes.fromhex(contract.sha256 + source_hash() + certificate.digest + task.content_hash + weights)
+    ours = (
+        contract.sha256,
+        source_hash(),
+        certificate.digest,
+        task.content_hash,
+        weights,
+        agreed_hash(config),
+    )
+    mine = bytes.fromhex("".join(ours))
     every = collectives.gather(
         torch.tensor([list(mine)], dtype=torch.uint8, device=_device(models)), mesh.world
     ).tolist()
@@ -106,7 +115,8 @@ def startup_facts(
     }
     # Ranks on other machines may have another file under the same path.
     values_of["task hash"] = [hashes[192:256] for hashes in held]
-    values_of["initial weights"] = [hashes[256:] for hashes in held]
+    values_of["initial weights"] = [hashes[256:320] for hashes in held]
+    values_of["config"] = [hashes[320:] for hashes in held]
     for what, values in values_of.items():
         if len(set(values)) > 1:
             raise DisagreementError(

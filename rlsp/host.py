@@ -109,17 +109,18 @@ class Host:
         self._stopped_at_s: float | None = None
         self._killed = False
 
-    def run(self, start: Callable[[int], int]) -> int:
-        """Start every rank, wait for all, and return 0 if each did its work.
+    def run(self, start: Callable[[int], int], ranks: Sequence[int]) -> int:
+        """Start ranks, wait for all, and return 0 if each did its work.
 
         Args:
             start: Starts the process of a rank and returns its process id.
+            ranks: The ranks of this machine.
         """
         good = True
         with waking(*_STOP_SIGNALS) as wake:
             try:
-                pids = [start(rank) for rank in range(self._board.world_size)]
-                self._alive = {pid: rank for rank, pid in enumerate(pids)}
+                pids = [start(rank) for rank in ranks]
+                self._alive = dict(zip(pids, ranks, strict=True))
                 self._say("started", pids=pids)
                 while self._alive:
                     wake.wait(self._until_next_step_s())

@@ -20,10 +20,9 @@ from rich.text import Text
 from rlsp import progress
 from rlsp.board import Board, Slot
 from rlsp.config import JOB_PATH, Job
-from rlsp.determinism import rank_environment
 from rlsp.ending import Abort, HostReport, RankError, conclude, explain, signal_name
 from rlsp.host import SilenceWatch, Wake, cpu_s, process_state, silence_limit_s, waking
-from rlsp.meeting import meeting_place
+from rlsp.network import environment_of, meeting_of
 from rlsp.report.files import EvidenceError
 from rlsp.report.findings import Verdict
 from rlsp.report.follow import Follower
@@ -53,7 +52,7 @@ def execute(job: Job, entry: str = RUN_RANK) -> int:
         KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP stopped the run; its files are sealed as ABORTED.
         EvidenceError: The run folder cannot be written.
     """
-    environment = rank_environment(job.config.numerics.threads)
+    environment = environment_of(job.config)
     with waking(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as wake:
         begun = begin(job, environment)
         # The ranks' imports take seconds; W&B comes up on a thread of its own meanwhile.
@@ -109,7 +108,7 @@ def _supervise(
         return Abort(f"stopped by {wake.received.name}", ()), None
     try:
         board = _prepare(job)
-        with meeting_place() as meeting, Ranks(job, board, environment, entry, meeting) as ranks:
+        with meeting_of(job.config) as meeting, Ranks(job, board, environment, entry, meeting) as ranks:
             failure: BaseException | None = None
             try:
                 with progress.open_display(job, Console(highlight=False)) as display:
@@ -136,10 +135,10 @@ def compute(job: Job, entry: str) -> Abort | None:
     Raises:
         KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP came; no rank is left.
     """
-    environment = rank_environment(job.config.numerics.threads)
+    environment = environment_of(job.config)
     with (
         waking(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as wake,
-        meeting_place() as meeting,
+        meeting_of(job.config) as meeting,
         Ranks(job, _prepare(job), environment, entry, meeting) as ranks,
     ):
         running = True
@@ -338,7 +337,10 @@ def _prepare(job: Job) -> Board:
     path.write_text(job.to_json())
     for rank in range(job.config.world_size):
         error_path(job.run_dir, rank).unlink(missing_ok=True)
-    return Board.create(board_path(job.run_dir), job.config.world_size)
+    board = Board.create(board_path(job.run_dir), job.config.world_size)
+    for rank in set(range(board.world_size)).difference(job.config.local_ranks):
+        board.writer(rank).phase("on another machine, in its own logs")
+    return board
 
 
 def _with_this_code(environment: Mapping[str, str]) -> dict[str, str]:

@@ -44,7 +44,7 @@ def diagnose_rank(job: Job, place: Place) -> None:
     """Answer the request that lies in the job's scratch folder; rank 0 writes the answer there."""
     config = job.config
     with determinism.apply(config.numerics.threads, config.device.kind.value):
-        join(config, place)
+        join(job, place)
         live(job, place)
 
 

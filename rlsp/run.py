@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlsp import collectives, determinism
+from rlsp import collectives, determinism, rendezvous
 from rlsp.board import BoardWriter, Place
 from rlsp.checkpoints import Checkpoints
 from rlsp.config import Config, CorrectionKind, DeviceKind, Job
@@ -39,7 +39,7 @@ def run_rank(job: Job, place: Place) -> None:
     """Live one rank's life: join, certify, build, then roll out and train `num_rollouts` times."""
     config = job.config
     with determinism.apply(config.numerics.threads, config.device.kind.value):
-        join(config, place)
+        join(job, place)
         live(job, place)
 
 
@@ -159,9 +159,12 @@ def device_of(config: Config, place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank)
 
 
-def join(config: Config, place: Place) -> None:
+def join(job: Job, place: Place) -> None:
     """Join the process group; a run of one rank has none."""
-    if place.world_size > 1:
+    config = job.config
+    if config.cluster.nodes > 1:
+        rendezvous.join(job, place)
+    elif place.world_size > 1:
         dist.init_process_group(
             config.device.backend,
             init_method=place.init_method,

@@ -1,7 +1,7 @@
-"""The processes that compute: `python -m rlsp.worker`.
+"""The processes that compute: `python -m rlsp.worker`, started by the process that owns the run.
 
-`--host JOB.json` imports everything once and keeps one process a rank: forked on CPU, executed anew on CUDA,
-where a fork after initialisation is illegal. `JOB.json` alone is one rank in the environment of torchrun.
+`--host` imports everything once and keeps one process a rank of this machine: forked on CPU, executed anew on
+CUDA (`--rank`), where a fork after initialisation is illegal.
 """
 
 from __future__ import annotations
@@ -16,22 +16,16 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from rlsp.board import Board, Place
-from rlsp.cli.streams import steady_streams
 from rlsp.config import DeviceKind, Job, violations
-from rlsp.determinism import environment_switches, environment_values
-from rlsp.ending import Abort, RankError, conclude
 from rlsp.host import Host, die_with_parent, reset_signals
-from rlsp.report import manifest
 
 RUN_RANK = "rlsp.run:run_rank"
 BOARD_NAME = "board"
-_EVIDENCE = ("consistency.json", "VERDICT.json")
-_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The last is what torch imports at the first backward pass that is given a gradient: here once for all.
 _PRELOAD = ("torch", "torch.distributed", "megatron.core.models.gpt", "torch.fx.experimental.symbolic_shapes")
 
@@ -80,10 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "job", type=Path, metavar="JOB.json", help="the job, as `.hydra/job.json` of a run folder"
     )
-    parser.add_argument("--host", action="store_true", help="start every rank of the job on this machine")
-    parser.add_argument("--parent", type=int, default=os.getppid(), help=argparse.SUPPRESS)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--init-method", help="where the ranks of a host meet, as torch.distributed takes it")
+    life = parser.add_mutually_exclusive_group(required=True)
+    life.add_argument("--host", action="store_true", help="start the ranks of this machine")
+    life.add_argument("--rank", type=int, help="be one of them")
+    parser.add_argument("--parent", type=int, required=True, help="the process to die with")
+    parser.add_argument(
+        "--init-method", required=True, help="where ranks meet, as torch.distributed takes it"
+    )
     parser.add_argument("--entry", default=RUN_RANK, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
@@ -94,17 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if found := violations(job.config):
         print(f"{options.job}: refused:", *map(str, found), sep="\n  ", file=sys.stderr)
         return 2
-    if options.host and options.init_method is None:
-        parser.error("--host needs --init-method, for instance file:///tmp/an-absent-file")
     if options.host:
         return _host(job, options)
-    if options.rank is not None:
-        die_with_parent(options.parent)
-        board = Board.open(board_path(job.run_dir))
-        rank, size = options.rank, job.config.world_size
-        place = Place(rank, size, rank, options.init_method, board.writer(rank))
-        _end_process(_live_here(job, place, options.entry))
-    return _torchrun_rank(job, options.entry)
+    die_with_parent(options.parent)
+    board = Board.open(board_path(job.run_dir))
+    rank, local = options.rank, job.config.local_ranks.index(options.rank)
+    place = Place(rank, job.config.world_size, local, options.init_method, board.writer(rank))
+    _end_process(_live_here(job, place, options.entry))
 
 
 def _host(job: Job, options: argparse.Namespace) -> int:
@@ -116,6 +109,7 @@ def _host(job: Job, options: argparse.Namespace) -> int:
     board = Board.join(board_path(job.run_dir), job.config.world_size)
     init_method = options.init_method
     host_pid = os.getpid()
+    ranks = job.config.local_ranks
 
     def start(rank: int) -> int:
         sys.stdout.flush()
@@ -132,7 +126,8 @@ def _host(job: Job, options: argparse.Namespace) -> int:
             if function is None:
                 place_options = ["--rank", str(rank), "--init-method", init_method, "--parent", str(host_pid)]
                 _execute_anew([str(options.job), "--entry", options.entry, *place_options])
-            place = Place(rank, job.config.world_size, rank, init_method, board.writer(rank))
+            local = ranks.index(rank)
+            place = Place(rank, job.config.world_size, local, init_method, board.writer(rank))
             _dump_stack_when_stopped()
             code = live(job, place, function)
         except BaseException:
@@ -146,64 +141,7 @@ def _host(job: Job, options: argparse.Namespace) -> int:
     host = Host(
         board, lambda line: os.write(protocol, f"{line}\n".encode()), launch.timeout_s, launch.grace_s
     )
-    return host.run(start)
-
-
-def _torchrun_rank(job: Job, entry: str) -> int:
-    """Be the rank that torchrun's environment names."""
-    steady_streams()
-    values = environment_values(_TORCHRUN)
-    if held := [name for name in _EVIDENCE if (Path(job.run_dir) / name).exists()]:
-        print(f"rlsp.worker: {job.run_dir} already holds a run's {' and '.join(held)};", file=sys.stderr)
-        print("  give the job a run_dir that does not exist: evidence is never replaced", file=sys.stderr)
-        return 2
-    if faults := _torchrun_faults(values, job.config.world_size):
-        print(
-            "rlsp.worker: this is no torchrun environment for the job:", *faults, sep="\n  ", file=sys.stderr
-        )
-        print("  start it by torchrun, or host all ranks here with --host", file=sys.stderr)
-        return 2
-    rank = int(values["RANK"] or 0)
-    board = Board.join(board_path(job.run_dir), job.config.world_size)
-    local_rank = int(values["LOCAL_RANK"] or 0)
-    place = Place(rank, job.config.world_size, local_rank, "env://", board.writer(rank))
-    if rank:
-        _end_process(_live_here(job, place, entry))
-    # Nobody owns this run: rank 0 writes its manifest and its verdict, and nothing mirrors it.
-    error_path(job.run_dir, rank).unlink(missing_ok=True)
-    manifest.begin(job, environment_switches())
-    code = _live_here(job, place, entry)
-    error = RankError.read(error_path(job.run_dir, rank))
-    why = error.describe() if error else f"status {code}"
-    abort = Abort(f"rank 0 failed: {why}", (place.board.last().describe(),)) if code else None
-    judgement = conclude(job.run_dir, abort)
-    print("\n  ".join([judgement.verdict.value, *judgement.reasons, f"folder: {job.run_dir}"]))
-    _end_process(judgement.exit_status)
-
-
-def _torchrun_faults(values: Mapping[str, str | None], world_size: int) -> list[str]:
-    """List what is missing or inconsistent, each naming variable, value and legal values."""
-    limits = {
-        "RANK": range(world_size),
-        "LOCAL_RANK": range(world_size),
-        "WORLD_SIZE": range(world_size, world_size + 1),
-        "MASTER_PORT": range(1, 65536),
-    }
-    faults = []
-    for name, value in values.items():
-        legal = limits.get(name)
-        words = "a host name"
-        if legal is not None:
-            words = (
-                f"an integer in {legal[0]}..{legal[-1]}"
-                if len(legal) > 1
-                else f"{legal[0]} (the job's layout)"
-            )
-        if not value:
-            faults.append(f"{name} is not set: legal: {words}")
-        elif legal is not None and not (value.isascii() and value.isdigit() and int(value) in legal):
-            faults.append(f"{name}={value}: legal: {words}")
-    return faults
+    return host.run(start, ranks)
 
 
 def _live_here(job: Job, place: Place, entry: str) -> int:

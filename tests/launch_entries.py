@@ -134,11 +134,34 @@ def stay_away(job: Job, place: Place) -> None:
             time.sleep(60)
 
 
-def two_exchanges(job: Job, place: Place) -> None:
-    """Join as torchrun's environment says, exchange, and leave the shutdown to the worker."""
-    for number in _exchanges(job, place, timeout_s=30.0):
-        if number == 2:
-            return
+def meet_and_exchange(job: Job, place: Place) -> None:
+    """Meet the other machines as a run does, exchange twice, and leave the shutdown to the worker."""
+    import torch
+    import torch.distributed as dist
+
+    from rlsp.run import join
+
+    join(job, place)
+    both = torch.zeros(4 * place.world_size)
+    for number in range(2):
+        place.board.call(number, f"world(0..1)#{number} gather float32[4]", number.to_bytes(16))
+        dist.all_gather_into_tensor(both, torch.full((4,), float(place.rank)))
+    assert both.tolist() == [float(rank) for rank in range(place.world_size) for _ in range(4)]
+
+
+def exchange_for_long(job: Job, place: Place) -> None:
+    """Meet the other machines, and exchange until one of them is lost."""
+    import torch
+    import torch.distributed as dist
+
+    from rlsp.run import join
+
+    join(job, place)
+    both = torch.zeros(4 * place.world_size)
+    for number in range(3000):
+        place.board.call(number, f"world(0..1)#{number} gather float32[4]", number.to_bytes(16))
+        dist.all_gather_into_tensor(both, torch.ones(4))
+        time.sleep(STEP_S)
 
 
 def _exchanges(job: Job, place: Place, timeout_s: float):

@@ -63,8 +63,9 @@ class Owner:
             # a shell starts what it puts into the background with SIGINT ignored, the tests included
             "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "import sys; from pathlib import Path\n"
-            "from rlsp.config import Job; from rlsp.launch import execute\n"
-            "try: status = execute(Job.from_json(Path(sys.argv[1]).read_text()), sys.argv[2])\n"
+            "from rlsp.config import Job; from rlsp.launch import execute; from rlsp.node import assist\n"
+            "job = Job.from_json(Path(sys.argv[1]).read_text())\n"
+            "try: status = (assist if job.config.cluster.node else execute)(job, sys.argv[2])\n"
             "except KeyboardInterrupt as stop: print(stop); status = 1\n"
             "assert 'torch' not in sys.modules, 'the owner imported torch'\n"
             "sys.exit(status)"

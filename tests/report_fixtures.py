@@ -142,6 +142,15 @@ def plain_config(**changes: Any) -> dict[str, Any]:
         },
         "checkpoint": {"every": 0, "keep": 2, "stop_s": 60.0},
         "launch": {"timeout_s": 60.0, "grace_s": 5.0, "progress": False, "max_restarts": 0},
+        "cluster": {
+            "nodes": 1,
+            "node": 0,
+            "host": None,
+            "port": 29400,
+            "agent_store": False,
+            "attempt": 0,
+            "wait_s": 300.0,
+        },
     }
     for key, value in changes.items():
         *path, last = key.split("__")

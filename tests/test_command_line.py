@@ -55,6 +55,8 @@ REFUSED = [
         "prompts_per_rollout=1000000",
         "prompts_per_rollout=1000000: legal: at most 250000 (samples_per_prompt=4)",
     ),
+    ("rollout.top_p=0.9", "rollout.top_p=0.9: legal: a known key; did you mean rollout.tp?"),
+    ("+rollout.top_k=40", "rollout.top_k=40: legal: a known key; did you mean rollout.tp?"),
     ("launch.timeout_s=1e300", "launch.timeout_s=1e+300: legal: seconds in 1..86400"),
     ("launch.timeout_s=1e-9", "launch.timeout_s=1e-09: legal: seconds in 1..86400"),
     ("tracker.init_timeout_s=1e300", "tracker.init_timeout_s=1e+300: legal: seconds in 1..86400"),
@@ -76,7 +78,7 @@ REFUSED = [
     ("name=${name}", "name: Recursive interpolation detected; legal: 1 to 64 letters"),
     ("model.dtype=float16", "model.dtype=float16: legal: bfloat16 or float32"),
     ("resume=outputs", "resume=outputs: legal: a run folder or the id of a run"),
-    ("tracker.tags=word", "tracker.tags=word: legal: a list, each item 1 to 64 characters"),
+    ("tracker.tags=word", "tracker.tags=word: legal: a list, each item 1 to 64 printable characters"),
     (
         "launch=3",
         "launch=3: legal: nothing for the section itself; its keys: launch.timeout_s, launch.grace_s",
@@ -264,10 +266,17 @@ def test_a_gpu_run_is_refused_where_there_is_no_gpu(
     assert "4 ranks (dp · cp · tp): legal: at most 2, the GPUs here" in rlsp_command.errors
 
 
-def test_rlsp_is_refused_under_torchrun(rlsp_command: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torchrun_rlsp_is_one_process_a_machine_or_refused(
+    rlsp_command: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert rlsp_command() == 2
-    assert "python -m rlsp.worker JOB.json" in rlsp_command.errors
+    assert "under torchrun: legal: with cluster=torchrun" in rlsp_command.errors
+    assert rlsp_command("cluster=torchrun") == 2
+    assert "torchrun --nproc-per-node=2: legal: 1; rlsp starts" in rlsp_command.errors
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert rlsp_command("cluster=torchrun") == 0
 
 
 def test_the_command_starts_without_torch(tmp_path: Path) -> None:

@@ -271,6 +271,7 @@ class TestMalformed:
             assert said in str(refusal.value)
 
     def test_what_is_no_file_is_refused(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")  # that nobody writes to: it is not waited for
         for look in (LineFile.scan, lambda path: first_lines(path, 16)):
             with pytest.raises(TaskError, match="cannot be read: No such file or directory"):
                 look(tmp_path / "absent")
@@ -278,6 +279,8 @@ class TestMalformed:
                 look(tmp_path)
             with pytest.raises(TaskError, match="is no regular file"):
                 look(Path("/dev/null"))
+            with pytest.raises(TaskError, match="is no regular file"):
+                look(tmp_path / "pipe")
 
     def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(self, write: Write) -> None:
         first, second = (json.dumps(row).encode() for row in sums(2))

@@ -29,6 +29,7 @@ from rlsp import bits
 from rlsp.config import ModelConfig
 from rlsp.layout import Layout, RolloutLayout
 from rlsp.model import attention as model_attention
+from rlsp.model import head
 from rlsp.numerics.products import Products
 from rlsp.rl.batch import RolloutBatch
 from rlsp.rl.rollout import dispatch
@@ -290,6 +291,26 @@ def test_training_computes_the_bits_that_were_drawn(world: int) -> None:
         for case, logp, rows in found:
             assert bits.same_bits(logp, batch.logp), case
             assert bits.same_bits(rows, batch.row_digest), case
+
+
+def test_padding_that_only_training_counts_shows_in_the_log_probabilities_and_not_in_the_logits() -> None:
+    """A3: the same rows and other log-probabilities: what differs is the softmax."""
+    of_rank = head.Vocabulary.of
+
+    def counting_padding(*arguments: object) -> head.Vocabulary:
+        vocabulary = of_rank(*arguments)
+        assert not vocabulary.valid.all()
+        return replace(vocabulary, valid=torch.ones_like(vocabulary.valid))
+
+    batch = rolled_out()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head.Vocabulary, "of", counting_padding)
+        forward = trainer(alone(), ONE, objective=SCORING, shape=BF16).update(
+            batch, torch.ones(len(batch.lengths))
+        )
+    differ = bits.bit_pattern(forward.forward.logp) != bits.bit_pattern(batch.logp)
+    assert int((differ & batch.active_mask).sum()) > batch.active_tokens // 2
+    assert bits.same_bits(forward.forward.row_digest, batch.row_digest)
 
 
 # Weights: none that are stale.

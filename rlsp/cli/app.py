@@ -7,7 +7,6 @@ after a sweep the worst of its jobs' in the order 1, 2, 3, 4, 0, and 3 where job
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import traceback
 from argparse import ArgumentParser, Namespace
@@ -33,6 +32,7 @@ from rlsp.cli.folders import (
     HYDRA_NAME,
     folder_of,
     made,
+    of_node,
     pinned,
     prune,
     refusing,
@@ -47,6 +47,7 @@ from rlsp.cli.refusal import COMPOSITION_ERRORS, RefusalError, first_line
 from rlsp.cli.resume import RESUME_KEY, asked_to_resume, resume
 from rlsp.cli.streams import steady_streams
 from rlsp.config import Config, Job, Resumption
+from rlsp.determinism import environment_values
 from rlsp.report.statuses import CRASHED, PASSED, REFUSED
 
 # Hydra would write this folder before anybody knows whether the run may start.
@@ -63,7 +64,7 @@ def run_command() -> int:
     args = parser.parse_args()
     process_id.cache_clear()
     try:
-        _refuse_surroundings()
+        _refuse_surroundings(args.overrides)
         args.overrides = spelt_out(args.overrides)
         if args.experimental_rerun is not None:
             raise RefusalError(
@@ -97,6 +98,9 @@ def execute_job(cfg: DictConfig, command_line: Sequence[str] = ()) -> int:
             config = checked(cfg)
             if lines := [*_only_alone(config), *machine_lines(config)]:
                 raise RefusalError(lines)
+            if sweeping and config.cluster.node:  # node 0 has the job's own folder
+                run_dir = of_node(run_dir, config.cluster.node)
+                run_dir.mkdir(parents=True, exist_ok=True)
             with suppress(Exception):  # what cannot be imported is a crash, and told as one below
                 importlib.import_module("rlsp.launch")  # slow: an interrupt here should still leave nothing
             with refusing(run_dir):
@@ -171,6 +175,10 @@ def _job(
 
 def _execute(job: Job) -> int:
     try:
+        if job.config.cluster.node:
+            from rlsp.node import assist
+
+            return assist(job)
         from rlsp.launch import execute
 
         return execute(job)
@@ -190,7 +198,7 @@ def _run(composer: Composer, overrides: list[str]) -> int:
     if (run := asked_to_resume(composer, overrides)) is not None:
         return resume(composer, overrides, run, partial(execute_resumed, command_line=_command_line()))
     cfg = composer.require_run(overrides)
-    run_dir = folder_of(cfg, "hydra.run.dir")
+    run_dir = of_node(folder_of(cfg, "hydra.run.dir"), cfg.cluster.node)
     _require_own_record(cfg)
     with made(run_dir), refusing(run_dir):
         job = composer.hydra.run(
@@ -260,13 +268,16 @@ def _inform(composer: Composer, parser: ArgumentParser, args: Namespace) -> int:
     return PASSED
 
 
-def _refuse_surroundings() -> None:
+def _refuse_surroundings(overrides: Sequence[str]) -> None:
     """Refuse where no run could be started, whatever its config."""
-    # torchrun's mark is read here: if anything started below it, every rank would compose its own run.
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # noqa: TID251
-        raise RefusalError(
-            ["under torchrun start `python -m rlsp.worker JOB.json`; rlsp itself starts its ranks"]
-        )
+    found = environment_values(("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"))
+    if found["TORCHELASTIC_RUN_ID"] is not None:
+        # Without it, every process that torchrun starts would compose a run of its own.
+        if not any(text.startswith("cluster=") for text in overrides):
+            raise RefusalError(["under torchrun: legal: with cluster=torchrun (docs/cluster.md)"])
+        if found["LOCAL_WORLD_SIZE"] != "1":
+            shown = f"torchrun --nproc-per-node={found['LOCAL_WORLD_SIZE']}"
+            raise RefusalError([f"{shown}: legal: 1; rlsp starts the ranks of a machine itself"])
     try:
         Path.cwd()
     except OSError as error:

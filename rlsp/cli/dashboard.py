@@ -12,7 +12,10 @@ from importlib.util import find_spec
 from rich.console import Console
 
 from rlsp.cli.output import UNUSABLE, answer, complain
+from rlsp.config.plain import is_legal
+from rlsp.config.rules import Project
 from rlsp.report.dashboard import Dashboard, Kind, Panel, build
+from rlsp.report.files import shown
 
 _FAILED = 1
 _EPILOG = """The workspace shows consistency first, then learning, time, and the layouts. One that an earlier
@@ -45,8 +48,8 @@ def _answer(arguments: Sequence[str] | None, console: Console) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     chosen = parser.parse_args(arguments)
     entity, _, project = chosen.project.partition("/")
-    if not entity or not project or "/" in project:
-        return _complain(f"{chosen.project}: legal: ENTITY/PROJECT", UNUSABLE)
+    if not (is_legal(Project, entity) and is_legal(Project, project)):
+        return _complain(f"{shown(chosen.project)}: legal: ENTITY/PROJECT", UNUSABLE)
     dashboard = build(entity, project, chosen.group)
     addresses: dict[str, str] = {}
     if not chosen.dry_run:

@@ -45,6 +45,11 @@ def folder_of(cfg: DictConfig, key: str) -> Path:
     return Path(os.path.abspath(str(text)))
 
 
+def of_node(folder: Path, node: int) -> Path:
+    """Return the folder of a machine: beside that of the run, which node 0 owns, as disks may be shared."""
+    return folder.with_name(f"{folder.name}.node-{node}") if node else folder
+
+
 def pinned(key: str, folder: Path) -> str:
     """Write the override that fixes a folder, whatever the config would make of it a second later."""
     return f"{key}={QuotedString(str(folder), Quote.single).with_quotes()}"

@@ -19,6 +19,7 @@ from rlsp.cli.folders import LAUNCHER_NAME, SWEEP_RECORD
 from rlsp.cli.machine import machine_lines
 from rlsp.cli.overrides import MAX_JOBS, count_values
 from rlsp.cli.refusal import COMPOSITION_ERRORS, RefusalError, first_line
+from rlsp.config import Config, Violation
 from rlsp.report.sweep import SWEEP_NAME
 
 _BASIC = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
@@ -111,14 +112,21 @@ def _planned(
     HydraConfig.instance().set_config(cfg)  # what a job's values may refer to
     try:
         run_dir = sweep_dir / str(OmegaConf.select(cfg, _SUBDIR))
-        refusal = tuple(machine_lines(checked(cfg))) if here else ()
-        if not here:
-            checked(cfg)
+        config = checked(cfg)
+        refusal = (*_machines(config), *(machine_lines(config) if here else ()))
     except RefusalError as error:
         refusal = error.lines
     finally:
         HydraConfig.instance().cfg = state
     return PlannedJob(number, tuple(cfg.hydra.overrides.task), run_dir, refusal)
+
+
+def _machines(config: Config) -> list[str]:
+    """Refuse several machines where a sweep starts: only in a job of a cluster may it come to have them."""
+    if config.cluster.nodes == 1:
+        return []
+    legal = "1 in a sweep (hydra/launcher=slurm with cluster=slurm gives machines to each job)"
+    return [str(Violation("cluster.nodes", config.cluster.nodes, legal))]
 
 
 def _require_folders(plan: Sequence[PlannedJob], sweep_dir: Path) -> None:

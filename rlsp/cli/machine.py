@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rlsp.cli.checkpoint import weight_lines
 from rlsp.config import Config, DeviceKind, Violation
+from rlsp.network import interface_towards
 from rlsp.task import task_lines
 
 _DEVICES = Path("/dev")
@@ -14,7 +15,7 @@ _DRIVERS = ("nvidiactl", "dxg")  # Linux's own driver, and that of a Linux insid
 
 def machine_lines(config: Config) -> list[str]:
     """List why a checked config cannot run on this machine, one line a reason."""
-    return _device_lines(config) + weight_lines(config.model) + task_lines(config)
+    return _device_lines(config) + _cluster_lines(config) + weight_lines(config.model) + task_lines(config)
 
 
 def _device_lines(config: Config) -> list[str]:
@@ -25,7 +26,20 @@ def _device_lines(config: Config) -> list[str]:
         why = f"cpu (neither {shown} is there: this machine has no NVIDIA driver; nothing overrides this)"
         return [str(Violation("device.kind", config.device.kind, why))]
     cards = [path for path in _DEVICES.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
-    if cards and config.world_size > len(cards):
-        layout = f"{config.world_size} ranks (dp · cp · tp)"
+    if cards and len(config.local_ranks) > len(cards):
+        here = f" / {config.cluster.nodes} machines" if config.cluster.nodes > 1 else ""
+        layout = f"{len(config.local_ranks)} ranks (dp · cp · tp{here})"
         return [f"parallel: {layout}: legal: at most {len(cards)}, the GPUs here; nothing overrides this"]
+    return []
+
+
+def _cluster_lines(config: Config) -> list[str]:
+    cluster = config.cluster
+    if cluster.nodes == 1:
+        return []
+    try:
+        interface_towards(cluster)
+    except OSError as error:
+        legal = f"the name or address of node 0, as it is reached from here ({error.strerror or error})"
+        return [str(Violation("cluster.host", cluster.host, legal))]
     return []

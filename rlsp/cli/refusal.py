@@ -24,12 +24,22 @@ COMPOSITION_ERRORS = (
 """What Hydra raises for input that it cannot compose."""
 
 
+_MAX_CHARACTERS = 2000
+_CUT = 500  # kept at either end: the key stands at the beginning, what is legal at the end
+
+
 class RefusalError(Exception):
     """Refuse to start; `lines` says everything that is wrong, one line each."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__("\n".join(lines))
-        self.lines = tuple(lines)
+        self.lines = tuple(map(_printable, lines))
+
+
+def _printable(line: str) -> str:
+    """Escape what a terminal would act on, and cut what a value made too long to read."""
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_CUT]} … {text[-_CUT:]}"
 
 
 def first_line(error: Exception) -> str:

@@ -22,6 +22,7 @@ from rlsp.config.rules import ConfigError, Given, Violation
 from rlsp.config.schema import (
     SCHEMA_NAME,
     CheckpointConfig,
+    ClusterConfig,
     Config,
     DeviceConfig,
     LaunchConfig,
@@ -44,6 +45,7 @@ __all__ = [
     "SMALL_PRODUCT",
     "ChatUse",
     "CheckpointConfig",
+    "ClusterConfig",
     "Config",
     "ConfigError",
     "CorrectionKind",

@@ -320,6 +320,21 @@ CROSS_RULES = (
         lambda c: f"auto, character or hugging_face (task.kind={c.task.kind.name} asks in text)",
     ),
     CrossRule(
+        ("cluster.nodes", *_WORLD),
+        lambda c: c.world_size % c.cluster.nodes == 0,
+        lambda c: f"a divisor of the world size {c.world_size}: every machine has as many ranks",
+    ),
+    CrossRule(
+        ("cluster.node", "cluster.nodes"),
+        lambda c: c.cluster.node < c.cluster.nodes,
+        lambda c: f"an integer in 0..{c.cluster.nodes - 1}" if c.cluster.nodes > 1 else "0 (one machine)",
+    ),
+    CrossRule(
+        ("cluster.host", "cluster.nodes"),
+        lambda c: c.cluster.nodes == 1 or c.cluster.host is not None,
+        lambda _: "the name or address of node 0, as the other machines reach it",
+    ),
+    CrossRule(
         ("device.backend", "device.kind"),
         lambda c: c.device.backend == _BACKENDS[c.device.kind],
         lambda c: f"{_BACKENDS[c.device.kind]} (for device.kind={c.device.kind.name})",

@@ -71,6 +71,12 @@ def rule_of(kind: Any) -> Rule | None:
     return None
 
 
+def is_legal(kind: Any, value: object) -> bool:
+    """Tell whether a value obeys the rule inside an annotation."""
+    rule = rule_of(kind)
+    return rule is None or rule.holds(value)
+
+
 def unknown_key(key: str, value: object, known: list[str]) -> Violation:
     """Refuse a key that the schema lacks, with the nearest one that it has."""
     section = [k for k in known if k.startswith(f"{key}.")]

@@ -27,6 +27,11 @@ def _matches(pattern: str) -> Callable[[str], bool]:
     return lambda text: re.fullmatch(pattern, text) is not None
 
 
+def _printable(pattern: str) -> Callable[[str], bool]:
+    """Match a pattern without what a terminal or a page would act on."""
+    return lambda text: text.isprintable() and re.fullmatch(pattern, text) is not None
+
+
 # Bounds keep what cannot run out: a number that no machine holds would be accepted first and abort later.
 _MAX_COUNT = 10**6
 _MAX_TOKENS = 2**17  # the longest context of Qwen3's family
@@ -82,6 +87,11 @@ Tile = Annotated[int, Rule(f"a power of two in 16..{_MAX_BLOCK}", _block(16))]
 Even = Annotated[
     int, Rule(f"an even integer in 2..{_MAX_BLOCK}", lambda v: 2 <= v <= _MAX_BLOCK and v % 2 == 0)
 ]
+Index = Annotated[int, Rule(f"an integer in 0..{_MAX_COUNT - 1}", _within(0, _MAX_COUNT - 1))]
+Port = Annotated[int, Rule("an integer in 1..65535", _within(1, 65535))]
+Host = Annotated[
+    str, Rule("the name or address of a machine", _matches(r"[A-Za-z0-9:][A-Za-z0-9._:%-]{0,252}"))
+]
 Vocab = Annotated[int, Rule(f"an integer in 2..{_MAX_COUNT}", _within(2, _MAX_COUNT))]
 GradLsb = Annotated[int, Rule("an integer in 20..50", _within(20, 50))]
 Threads = Annotated[
@@ -104,8 +114,11 @@ Name = Annotated[
         _matches(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"),
     ),
 ]
-Project = Annotated[str, Rule("1 to 128 characters without / \\ # ? % :", _matches(r"[^/\\#?%:\n]{1,128}"))]
-Label = Annotated[str, Rule("1 to 128 characters", _matches(r".{1,128}"))]
+Project = Annotated[
+    str,
+    Rule("1 to 128 printable characters without / \\ # ? % :", _printable(r"(?!\.{1,2}$)[^/\\#?%:]{1,128}")),
+]
+Label = Annotated[str, Rule("1 to 128 printable characters", _printable(r".{1,128}"))]
 Text = Annotated[str, Rule("1 to 65536 characters", lambda v: 1 <= len(v) <= 65536)]
 FilePath = Annotated[str, Rule("1 to 4096 characters", lambda v: 1 <= len(v) <= 4096 and "\0" not in v)]
 Factory = Annotated[
@@ -123,7 +136,7 @@ RopeScaling = Annotated[
         _is_scaling,
     ),
 ]
-Tag = Annotated[str, Rule("1 to 64 characters", _matches(r".{1,64}"))]
+Tag = Annotated[str, Rule("1 to 64 printable characters", _printable(r".{1,64}"))]
 Route = Annotated[
     str,
     Rule(

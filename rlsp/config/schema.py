@@ -30,11 +30,14 @@ from rlsp.config.rules import (
     Fraction,
     Grace,
     GradLsb,
+    Host,
+    Index,
     Label,
     Name,
     Normal,
     NotNegative,
     Options,
+    Port,
     Positive,
     Project,
     Restarts,
@@ -265,6 +268,23 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True)
+class ClusterConfig:
+    """Place this command among the machines of one run: number `node` of `nodes`, which meet at host:port.
+
+    Node 0 listens there and owns the run; with agent_store torchrun's agent listens already. attempt tells
+    the restarts of one launch apart; wait_s bounds how long the machines wait for each other at the start.
+    """
+
+    nodes: Count
+    node: Index
+    host: Host | None
+    port: Port
+    agent_store: bool
+    attempt: Index
+    wait_s: Seconds
+
+
+@dataclass(frozen=True)
 class Config:
     """One experiment, checked once and never changed."""
 
@@ -298,11 +318,18 @@ class Config:
     tracker: TrackerConfig
     checkpoint: CheckpointConfig
     launch: LaunchConfig
+    cluster: ClusterConfig
 
     @property
     def world_size(self) -> int:
         """Count the ranks that train; rollout uses them or a part of them."""
         return self.parallel.dp * self.parallel.cp * self.parallel.tp
+
+    @property
+    def local_ranks(self) -> range:
+        """Derive the ranks of this machine: every machine has as many, adjacent ones."""
+        here = self.world_size // self.cluster.nodes
+        return range(self.cluster.node * here, (self.cluster.node + 1) * here)
 
     @property
     def layout(self) -> Layout:

@@ -21,6 +21,7 @@ FREE_KEYS = frozenset(
         "launch",
         "checkpoint",
         "resume",
+        "cluster",
         "diagnose",
         "export",
         "task.timeout_s",

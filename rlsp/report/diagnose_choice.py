@@ -86,7 +86,9 @@ def _job(run_dir: Path) -> Job:
         raise RefusedError(f"{JOB_PATH} is damaged: {error}") from error
     if found := violations(job.config):
         raise RefusedError(f"{JOB_PATH}: " + "; ".join(map(str, found)))
-    return job
+    # All ranks of the replay are on this machine, wherever those of the run were.
+    alone = replace(job.config.cluster, nodes=1, node=0)
+    return replace(job, config=replace(job.config, cluster=alone))
 
 
 def _record(records: Sequence[RolloutRecord], rollout: int | None, sample: int | None) -> RolloutRecord:

@@ -7,7 +7,7 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import numpy as np
 
@@ -68,7 +68,7 @@ class LineFile:
             TaskError: It cannot be read, is no text, has no line or has one that is too long.
         """
         try:
-            with path.open("rb") as file:
+            with _opened(path) as file:
                 stamp = _stamp(path, os.fstat(file.fileno()))
                 refuse_other_kinds(path, file.read(8))
                 file.seek(0)
@@ -109,7 +109,7 @@ class LineFile:
             TaskError: The file is no longer the one that was indexed.
         """
         try:
-            with self.path.open("rb", buffering=0) as file:
+            with _opened(self.path) as file:
                 if _stamp(self.path, os.fstat(file.fileno())) != self.stamp:
                     raise TaskError(f"{self.path}: was changed after this run had indexed it")
                 start, end = int(self.starts[index]), int(self.ends[index])
@@ -138,7 +138,7 @@ def first_lines(path: Path, count: int) -> list[tuple[int, bytes]]:
     """
     lines: list[tuple[int, bytes]] = []
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             _stamp(path, os.fstat(file.fileno()))
             refuse_other_kinds(path, file.read(8))
             file.seek(0)
@@ -171,6 +171,11 @@ def refuse_other_kinds(path: Path, head: bytes) -> None:
 def unreadable(path: Path, error: OSError) -> TaskError:
     """Say why a file cannot be read."""
     return TaskError(f"{path}: cannot be read: {error.strerror or error}")
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open for reading at once, whatever it is: a pipe that nobody writes to is not waited for."""
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
 def _stamp(path: Path, status: os.stat_result) -> Stamp:

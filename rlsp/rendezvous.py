@@ -1,0 +1,236 @@
+"""How the machines of one run find each other, and prove that they are about to do the same thing.
+
+Everything goes through a store of `torch.distributed` at the address of node 0, before there is a process
+group: the first rank of every machine leaves a card there, rank 0 compares them all and answers all. Nothing
+is assumed to be equal, so no collective is entered in different layouts, and nothing waits without a limit.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
+
+from rlsp.board import BoardWriter, Place
+from rlsp.config import ClusterConfig, Job
+from rlsp.config.agreed import agreed
+from rlsp.report.provenance import source_hash
+
+_PACKAGES = ("torch", "megatron-core", "numpy")
+NODES_NAME = "nodes.json"
+_TICK_S = 0.2
+_LINGER_S = 5.0
+_SHOWN = 6
+
+
+class RendezvousError(RuntimeError):
+    """The machines of a run did not come together, or are not alike; on every rank that came."""
+
+
+@dataclass(frozen=True)
+class NodeCard:
+    """What one machine says about itself.
+
+    Attributes:
+        node: Its number.
+        host: Its name.
+        first_rank: The first of its ranks.
+        last_rank: The last of them.
+        run_dir: Where its logs are.
+        facts: What must be the same on all machines, by name: config, code, versions.
+    """
+
+    node: int
+    host: str
+    first_rank: int
+    last_rank: int
+    run_dir: str
+    facts: Mapping[str, Any]
+
+    def describe(self) -> str:
+        """Name the machine."""
+        return f"node {self.node} ({self.host})"
+
+
+def card_of(job: Job) -> NodeCard:
+    """Write this machine's card."""
+    ranks = job.config.local_ranks
+    facts = agreed(job.config)
+    facts["code"] = source_hash()[:16]
+    facts["python"] = platform.python_version()
+    facts |= {package: version(package) for package in _PACKAGES}
+    return NodeCard(job.config.cluster.node, socket.gethostname(), ranks[0], ranks[-1], job.run_dir, facts)
+
+
+def join(job: Job, place: Place) -> None:
+    """Meet the other machines, open the process group over all ranks, and note who is who.
+
+    Raises:
+        RendezvousError: As `meet` does.
+    """
+    config = job.config
+    store, cards = meet(job, place)
+    dist.init_process_group(
+        config.device.backend,
+        store=PrefixStore("group", store),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=config.launch.timeout_s),
+    )
+    if place.rank == 0:
+        nodes = [{name: value for name, value in asdict(card).items() if name != "facts"} for card in cards]
+        # In logs/: a manifest, which may be published, names no machine.
+        (Path(job.run_dir) / "logs" / NODES_NAME).write_text(json.dumps(nodes, indent=2) + "\n")
+
+
+def meet(job: Job, place: Place) -> tuple[Store, tuple[NodeCard, ...]]:
+    """Wait for all machines, compare them, and return the store for the process group and their cards.
+
+    Every rank of the run calls it, before it joins the process group.
+
+    Raises:
+        RendezvousError: A machine is missing after `cluster.wait_s`, came twice, or differs from node 0.
+    """
+    cluster, mine = job.config.cluster, card_of(job)
+    wait = _Wait(place.board, cluster.wait_s)
+    store = PrefixStore(f"rlsp/{cluster.attempt}", _open_store(cluster, place, wait))
+    try:
+        if place.rank == mine.first_rank:
+            if store.add(f"count/{cluster.node}", 1) > 1:
+                raise RendezvousError(_twice(cluster.node))
+            store.set(f"card/{cluster.node}", json.dumps(asdict(mine)))
+        if place.rank == 0:
+            store.set("answer", _collected(store, cluster.nodes, wait))
+        wait.until(lambda: store.check(["answer"]), f"node 0 at {cluster.host}:{cluster.port} to answer")
+        answer = json.loads(store.get("answer"))
+        if place.rank == mine.first_rank:
+            store.add("heard", 1)
+        if place.rank == 0 and answer["faults"]:
+            _linger(store, cluster.nodes)
+    except DistError as error:
+        raise RendezvousError(f"the machines lost each other while they met: {_first_line(error)}") from error
+    cards = tuple(NodeCard(**card) for card in answer["cards"])
+    # Node 0 need not know of this machine at all: it may count fewer, or stand for another run.
+    faults = answer["faults"] or _differences(cards[0], mine)
+    if faults:
+        raise RendezvousError("; ".join(faults))
+    return store, cards
+
+
+class _Wait:
+    """Wait with one limit for all, and let the board show that this is no hang."""
+
+    def __init__(self, board: BoardWriter, limit_s: float) -> None:
+        self._board = board
+        self._until_s = time.monotonic() + limit_s
+        self._limit_s = limit_s
+
+    def until(self, holds: Callable[[], bool], what: str) -> None:
+        """Wait until something holds.
+
+        Raises:
+            RendezvousError: Time is up.
+        """
+        while not holds():
+            if time.monotonic() > self._until_s:
+                raise RendezvousError(f"waited {self._limit_s:g} s (cluster.wait_s) in vain for {what}")
+            self._board.phase(f"waiting for {what}")
+            time.sleep(_TICK_S)
+
+
+def _open_store(cluster: ClusterConfig, place: Place, wait: _Wait) -> Store:
+    """Listen on node 0, or wait for whoever does."""
+    address = f"{cluster.host}:{cluster.port}"
+    listens = place.rank == 0 and not cluster.agent_store
+    if not listens:
+        wait.until(lambda: _is_open(cluster), f"node 0 to listen at {address}")
+    try:
+        return TCPStore(
+            str(cluster.host),
+            cluster.port,
+            is_master=listens,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=cluster.wait_s),
+        )
+    except DistError as error:
+        doing = "listen" if listens else "speak with node 0"
+        raise RendezvousError(f"cannot {doing} at {address}: {_first_line(error)}") from error
+
+
+def _is_open(cluster: ClusterConfig) -> bool:
+    try:
+        with socket.create_connection((cluster.host, cluster.port), timeout=1.0):
+            return True
+    except OSError:
+        return False
+
+
+def _collected(store: Store, nodes: int, wait: _Wait) -> str:
+    """Wait for the cards of all machines, and make the answer that all are given."""
+
+    def missing() -> list[int]:
+        return [node for node in range(nodes) if not store.check([f"card/{node}"])]
+
+    def twice() -> list[str]:
+        return [_twice(node) for node in range(nodes) if store.add(f"count/{node}", 0) > 1]
+
+    try:
+        wait.until(lambda: bool(twice()) or not missing(), "the other machines")
+    except RendezvousError as error:
+        absent = ", ".join(f"node {node}" for node in missing())
+        return _answer([f"{absent} of {nodes} did not come: {error}"], [_read(store, 0)])
+    if faults := twice():
+        return _answer(faults, [_read(store, 0)])
+    cards = [_read(store, node) for node in range(nodes)]
+    return _answer([line for card in cards[1:] for line in _differences(cards[0], card)], cards)
+
+
+def _linger(store: Store, nodes: int) -> None:
+    """Let every machine that came hear why it was refused: the store goes with this process."""
+    until_s = time.monotonic() + _LINGER_S
+    came = sum(store.check([f"card/{node}"]) for node in range(nodes))
+    while store.add("heard", 0) < came and time.monotonic() < until_s:
+        time.sleep(_TICK_S)
+
+
+def _twice(node: int) -> str:
+    return f"two machines call themselves node {node}"
+
+
+def _read(store: Store, node: int) -> NodeCard:
+    return NodeCard(**json.loads(store.get(f"card/{node}")))
+
+
+def _answer(faults: Sequence[str], cards: Sequence[NodeCard]) -> str:
+    return json.dumps({"faults": list(faults), "cards": [asdict(card) for card in cards]})
+
+
+def _differences(first: NodeCard, other: NodeCard) -> list[str]:
+    """Say in one line in what a machine differs from node 0."""
+    keys = sorted(first.facts.keys() | other.facts.keys())
+    found = [
+        f"{key} is {_shown(other.facts.get(key))}, on node 0 {_shown(first.facts.get(key))}"
+        for key in keys
+        if first.facts.get(key) != other.facts.get(key)
+    ]
+    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    return [f"{other.describe()} is not like node 0: " + ", ".join(found[:_SHOWN] + more)] if found else []
+
+
+def _shown(value: object) -> str:
+    return "absent" if value is None else json.dumps(value)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
