@@ -225,6 +225,12 @@ def padded_vocab(vocab_size: int, virtual_tp: int, shard_multiple: int = 16) -> 
     return _round_up(vocab_size, virtual_tp * shard_multiple)
 
 
+def padded_groups(groups: int, virtual_tp: int) -> int:
+    """Round key-value groups up so that every virtual shard has as many: a function of virtual_tp alone."""
+    _at_least_one("groups", groups)
+    return _round_up(groups, virtual_tp)
+
+
 def assign_sequences(lengths: list[int] | tuple[int, ...], dp: int) -> tuple[tuple[int, ...], ...]:
     """Share sequences out to data-parallel replicas: longest first, each to the one with the fewest tokens.
 

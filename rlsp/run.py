@@ -15,6 +15,7 @@ from rlsp.config import Config, CorrectionKind, DeviceKind, Job
 from rlsp.diagnostics import Diagnostics
 from rlsp.evidence import Evidence, Stopwatch, startup_facts
 from rlsp.groups import Ledger, Mesh, build_mesh
+from rlsp.layout import padded_groups
 from rlsp.model.assemble import Models, assemble
 from rlsp.model.compat import native_layers
 from rlsp.replay import Record
@@ -242,4 +243,5 @@ def rollouts_of(config: Config, models: Models, mesh: Mesh, tokenizer: Character
 
 def cache_shape(config: Config) -> tuple[int, int, int]:
     """Return the engine's key-value heads on one rank, the head size and the layers."""
-    return config.model.num_query_groups // config.rollout.tp, config.model.head_dim, config.model.num_layers
+    groups = padded_groups(config.model.num_query_groups, config.numerics.virtual_tp)
+    return groups // config.rollout.tp, config.model.head_dim, config.model.num_layers

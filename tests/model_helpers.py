@@ -17,17 +17,18 @@ with warnings.catch_warnings():
     import rlsp.model.build  # noqa: F401
 
 from rlsp import bits, collectives
-from rlsp.config import Dtype, ModelConfig
+from rlsp.config import Dtype, Given, ModelConfig
 from rlsp.groups import Group, Mesh, build_mesh
 from rlsp.layout import Layout, RolloutLayout, padded_vocab
 from rlsp.model.assemble import wanted_products
 from rlsp.model.attention import Channel
 from rlsp.model.build import PolicyModel, build_model, copy_bits, initialize
-from rlsp.model.hf import hugging_face_shapes, load_hugging_face
+from rlsp.model.hf import load_hugging_face
 from rlsp.model.wiring import Phase, Wiring
 from rlsp.numerics.certificate import certify
 from rlsp.numerics.contract import Contract
 from rlsp.numerics.products import Products
+from rlsp.pretrained.names import tensor_shapes
 from rlsp.rl.batch import RolloutBatch
 from rlsp.rl.optimizer import AdamW, Hyperparameters
 from rlsp.rl.rollout.dispatch import Rollouts
@@ -48,10 +49,14 @@ TINY = ModelConfig(
     head_dim=8,
     ffn_hidden_size=128,
     vocab_size=97,
+    qk_norm=True,
     rope_base=1.0e6,
+    rope_scaling=Given(),
     norm_epsilon=1.0e-6,
     tie_embeddings=False,
     init_std=0.1,
+    pad_heads=False,
+    path=None,
     dtype=Dtype.float32,
 )
 TIED = replace(TINY, tie_embeddings=True)
@@ -243,7 +248,7 @@ def random_state(shape: ModelConfig, seed: int = 0, std: float = 0.1) -> dict[st
     """Weights of a Qwen3ForCausalLM by transformers' names, float32; a tied head is the embedding."""
     source = torch.Generator().manual_seed(seed)
     state = {}
-    for name, size in hugging_face_shapes(shape).items():
+    for name, size in tensor_shapes(shape).items():
         noise = std * torch.randn(size, generator=source)
         state[name] = 1 + noise if len(size) == 1 else noise
     if shape.tie_embeddings:

@@ -33,7 +33,7 @@ from rlsp.model.attention import Channel, KeyValueCache
 from rlsp.model.build import PolicyModel, RlspTransformerConfig, agree_on_sequence_parallelism, initialize
 from rlsp.model.head import TokenScores, Vocabulary, score_tokens
 from rlsp.model.linear import ColumnParallelLinear, RowParallelLinear
-from rlsp.model.rope import Rotate, rotary_table
+from rlsp.model.rope import Rotate, inverse_frequencies, rotary_table
 from rlsp.model.weights import weights_digest
 from rlsp.model.wiring import Operator, Wiring
 from rlsp.summation import Guard
@@ -267,7 +267,7 @@ def test_residuals_are_added() -> None:
 
 def test_a_rotation_is_undone_by_its_gradient() -> None:
     positions = torch.tensor([[0], [5], [4000]])
-    cosine, sine = rotary_table(positions, 8, 1e6)
+    cosine, sine = rotary_table(positions, inverse_frequencies(8, 1e6, {}))
     exact = positions[..., None].double() * 1e6 ** (-torch.arange(0, 8, 2).double() / 8)
     assert torch.allclose(cosine.double(), exact.cos(), atol=1e-3)  # float32 angles of 4000 are coarse
     assert torch.allclose(cosine[:2].double(), exact[:2].cos(), atol=1e-6)

@@ -16,7 +16,7 @@ from rlsp.config.choices import (
 )
 from rlsp.config.job import JOB_PATH, Job
 from rlsp.config.plain import leaf_kinds, legal_text, to_plain, unknown_key
-from rlsp.config.rules import ConfigError, Violation
+from rlsp.config.rules import ConfigError, Given, Violation
 from rlsp.config.schema import (
     SCHEMA_NAME,
     Config,
@@ -45,6 +45,7 @@ __all__ = [
     "DeviceKind",
     "Dtype",
     "EngineKind",
+    "Given",
     "Job",
     "LaunchConfig",
     "ModelConfig",

@@ -50,6 +50,25 @@ def _is_flat(options: Mapping[str, Any]) -> bool:
     return scalars and all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in options)
 
 
+_SCALED = {
+    "default": set[str](),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+}
+
+
+def _is_scaling(options: Mapping[str, Any]) -> bool:
+    """Tell whether a mapping is a RoPE scaling that is implemented, with exactly its numbers."""
+    if not options:
+        return True
+    kind, numbers = options.get("rope_type"), {k: v for k, v in options.items() if k != "rope_type"}
+    if not isinstance(kind, str) or _SCALED.get(kind) != set(numbers):
+        return False
+    if not all(type(v) in (int, float) and isfinite(v) and 0 < v <= _MAX_SIZE for v in numbers.values()):
+        return False
+    return kind != "llama3" or numbers["low_freq_factor"] < numbers["high_freq_factor"]
+
+
 def _is_finite(value: object) -> bool:
     return isinstance(value, float) and isfinite(value)
 
@@ -94,6 +113,14 @@ Factory = Annotated[
 Options = Annotated[
     dict[str, Any],
     Rule("a mapping of names to numbers, texts, true, false or lists of them", _is_flat),
+]
+RopeScaling = Annotated[
+    dict[str, Any],
+    Rule(
+        "{}, {rope_type: default}, {rope_type: linear, factor: …}, or {rope_type: llama3, factor: …, "
+        "low_freq_factor: …, high_freq_factor: … (above low), original_max_position_embeddings: …}",
+        _is_scaling,
+    ),
 ]
 Tag = Annotated[str, Rule("1 to 64 characters", _matches(r".{1,64}"))]
 Route = Annotated[

@@ -37,6 +37,7 @@ from rlsp.config.rules import (
     Project,
     Resume,
     Reward,
+    RopeScaling,
     Route,
     Seconds,
     Seed,
@@ -58,7 +59,12 @@ SCHEMA_NAME = "rlsp_schema"
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape a Qwen3-architecture model; its name is that of the file in conf/model."""
+    """Shape a model of Qwen3's architecture, or of Llama's (without qk_norm).
+
+    Its name is that of the file in conf/model. path is where its weights come from, null for fresh ones.
+    rope_scaling is as config.json has it; empty for frequencies in float64, rounded once. pad_heads adds
+    groups of zero heads where virtual_tp does not divide num_query_groups.
+    """
 
     name: Name
     num_layers: Count
@@ -68,10 +74,14 @@ class ModelConfig:
     head_dim: Even
     ffn_hidden_size: Count
     vocab_size: Vocab
+    qk_norm: bool
     rope_base: Positive
+    rope_scaling: RopeScaling
     norm_epsilon: Positive
     tie_embeddings: bool
     init_std: Positive
+    pad_heads: bool
+    path: FilePath | None
     dtype: Dtype
 
 
@@ -249,6 +259,7 @@ class Config:
     reuse_rollout_logprob: bool
     resume: Resume | None
     diagnose: bool
+    export: bool
     model: ModelConfig
     parallel: ParallelConfig
     rollout: RolloutConfig

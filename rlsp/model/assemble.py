@@ -8,6 +8,7 @@ import torch
 
 from rlsp.config import Config, ModelConfig
 from rlsp.groups import Group, Mesh
+from rlsp.layout import padded_groups
 from rlsp.model.build import PolicyModel, build_model, copy_bits, initialize
 from rlsp.model.wiring import Phase, Wiring
 from rlsp.numerics.certificate import Certificate, Sharded, certify
@@ -87,9 +88,11 @@ def wanted_products(model: ModelConfig, contract: Contract, shards: tuple[int, .
     """Return every leaf product of a model, to be certified for ranks that hold `shards` virtual shards."""
     virtual = contract.virtual_tp
     hidden, block, head = model.hidden_size, contract.k_block, model.head_dim
-    heads = (model.num_attention_heads + 2 * model.num_query_groups) * head
+    groups = padded_groups(model.num_query_groups, virtual)
+    queries = groups * (model.num_attention_heads // model.num_query_groups)
+    heads = (queries + 2 * groups) * head
     column = (heads, 2 * model.ffn_hidden_size, contract.padded_vocab)
-    row = (model.num_attention_heads * head, model.ffn_hidden_size)
+    row = (queries * head, model.ffn_hidden_size)
     shapes = [
         (kind, out // virtual, hidden)
         for out in column

@@ -87,7 +87,7 @@ class CoreAttention(nn.Module):
         self.wiring: Wiring = config.wiring
         self.layer_number = layer_number
         self.head_dim: int = config.kv_channels
-        self.base: float = config.rope_base
+        self.inverse_frequencies: Tensor = config.inverse_frequencies
         self.scale = softmax_scale if softmax_scale is not None else float(self.head_dim) ** -0.5
         self.leaves_name = f"attention dK dV, layer {layer_number}"
 
@@ -120,7 +120,7 @@ class CoreAttention(nn.Module):
 
     def _rotated(self, x: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Rotate heads [s, b, heads, D] by their positions and round once to `dtype`."""
-        cosine, sine = (t.unsqueeze(2) for t in rotary_table(positions, self.head_dim, self.base))
+        cosine, sine = (t.unsqueeze(2) for t in rotary_table(positions, self.inverse_frequencies))
         rotated: Tensor = Rotate.on(x, cosine, sine, dtype)
         return rotated
 

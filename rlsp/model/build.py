@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from rlsp.config import ModelConfig
+from rlsp.layout import padded_groups
 from rlsp.model.activation import SwiGLU, residual_add
 from rlsp.model.attention import Channel, CoreAttention
 from rlsp.model.compat import lone_group
@@ -39,6 +40,7 @@ from rlsp.model.native import (
 from rlsp.model.native_attention import NativeCoreAttention
 from rlsp.model.native_head import native_scores
 from rlsp.model.norm import HeadRMSNorm, RMSNorm
+from rlsp.model.rope import inverse_frequencies
 from rlsp.model.routes import require_routes
 from rlsp.model.wiring import Boundary, Operator, Site, Wiring
 from rlsp.summation import Guard, TokenSum
@@ -51,7 +53,7 @@ class RlspTransformerConfig(TransformerConfig):
     """Megatron-Core's configuration with what rlsp's modules share."""
 
     wiring: Wiring | None = None
-    rope_base: float = 1.0e6
+    inverse_frequencies: Tensor | None = None
 
 
 class PolicyModel(nn.Module):
@@ -137,7 +139,7 @@ def build_model(shape: ModelConfig, wiring: Wiring, device: torch.device) -> Pol
     )
     gpt = GPTModel(
         config=config,
-        transformer_layer_spec=_block(shape.num_layers, wiring),
+        transformer_layer_spec=_block(shape, wiring),
         vocab_size=wiring.contract.padded_vocab,
         max_sequence_length=1 << 20,
         position_embedding_type="none",
@@ -220,18 +222,19 @@ def _draw(seed: int, name: str, shard: int, shape: torch.Size, std: float) -> Te
 
 
 def _megatron_config(shape: ModelConfig, wiring: Wiring) -> RlspTransformerConfig:
-    """Translate the model's shape into Megatron-Core's terms."""
+    """Translate the model's shape into Megatron-Core's terms, with the heads that pad it."""
+    groups = padded_groups(shape.num_query_groups, wiring.contract.virtual_tp)
     dtype = getattr(torch, wiring.contract.dtype)
     return RlspTransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
+        num_attention_heads=groups * (shape.num_attention_heads // shape.num_query_groups),
+        num_query_groups=groups,
         kv_channels=shape.head_dim,
         ffn_hidden_size=shape.ffn_hidden_size,
         layernorm_epsilon=shape.norm_epsilon,
         normalization="RMSNorm",
-        qk_layernorm=True,
+        qk_layernorm=shape.qk_norm,
         gated_linear_unit=True,
         add_bias_linear=False,
         hidden_dropout=0.0,
@@ -248,11 +251,11 @@ def _megatron_config(shape: ModelConfig, wiring: Wiring) -> RlspTransformerConfi
         bias_dropout_fusion=False,
         use_te_activation_func=True,
         wiring=wiring,
-        rope_base=shape.rope_base,
+        inverse_frequencies=inverse_frequencies(shape.head_dim, shape.rope_base, shape.rope_scaling),
     )
 
 
-def _block(num_layers: int, wiring: Wiring) -> TransformerBlockSubmodules:
+def _block(shape: ModelConfig, wiring: Wiring) -> TransformerBlockSubmodules:
     """Return a spec for each layer: Megatron-Core 0.19 rewrites the MLP's in place.
 
     An operator's norm goes with it, and the vocabulary's operators (embedding, final norm, head) go together:
@@ -260,19 +263,20 @@ def _block(num_layers: int, wiring: Wiring) -> TransformerBlockSubmodules:
     """
     final_norm = NativeRMSNorm if wiring.native(Operator.LOGP) else RMSNorm
     return TransformerBlockSubmodules(
-        layer_specs=[_layer(wiring) for _ in range(num_layers)], layer_norm=final_norm
+        layer_specs=[_layer(wiring, shape.qk_norm) for _ in range(shape.num_layers)], layer_norm=final_norm
     )
 
 
-def _layer(wiring: Wiring) -> ModuleSpec:
-    """Return one Qwen3 layer: pre-norm attention with QK-norm, pre-norm SwiGLU, each by its route."""
+def _layer(wiring: Wiring, qk_norm: bool) -> ModuleSpec:
+    """Return one layer: pre-norm attention (Qwen3's with QK-norm), pre-norm SwiGLU, each by its route."""
     native_attention, native_ffn = wiring.native(Operator.ATTENTION), wiring.native(Operator.FFN)
+    head_norm = (NativeHeadRMSNorm if native_attention else HeadRMSNorm) if qk_norm else None
     attention = SelfAttentionSubmodules(
         linear_qkv=NativeColumnParallelLinear if native_attention else ColumnParallelLinear,
         core_attention=NativeCoreAttention if native_attention else CoreAttention,
         linear_proj=NativeRowParallelLinear if native_attention else RowParallelLinear,
-        q_layernorm=NativeHeadRMSNorm if native_attention else HeadRMSNorm,
-        k_layernorm=NativeHeadRMSNorm if native_attention else HeadRMSNorm,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
     )
     mlp = MLPSubmodules(
         linear_fc1=NativeColumnParallelLinear if native_ffn else ColumnParallelLinear,

@@ -24,7 +24,7 @@ class NativeCoreAttention(CoreAttention):
 
     def _rotated(self, x: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Rotate heads in the model's dtype, as Megatron-Core's unfused rotation does."""
-        tables = (torch.cat((t, t), dim=-1) for t in rotary_table(positions, self.head_dim, self.base))
+        tables = (torch.cat((t, t), dim=-1) for t in rotary_table(positions, self.inverse_frequencies))
         cosine, sine = (t.unsqueeze(2).to(dtype) for t in tables)
         first, second = x.chunk(2, dim=-1)
         return x * cosine + torch.cat((-second, first), dim=-1) * sine

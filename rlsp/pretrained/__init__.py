@@ -1,0 +1,1 @@
+"""Pretrained weights on disk, as transformers and llama.cpp lay them: shape, names, headers. No torch."""
