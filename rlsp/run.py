@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from rlsp import collectives, determinism
 from rlsp.board import Place
 from rlsp.config import Config, CorrectionKind, DeviceKind, Job
 from rlsp.diagnostics import Diagnostics
+from rlsp.engines import described, start_engine
 from rlsp.evidence import Evidence, Stopwatch, startup_facts
 from rlsp.groups import Ledger, Mesh, build_mesh
 from rlsp.layout import padded_groups
@@ -26,6 +29,7 @@ from rlsp.rl.correction import Correction, importance_weights
 from rlsp.rl.optimizer import AdamW, Hyperparameters
 from rlsp.rl.reward import Judge, score
 from rlsp.rl.rollout.dispatch import Rollouts
+from rlsp.rl.rollout.external import ExternalRollouts, Wiring
 from rlsp.rl.rollout.native import NativeEngine, Sampling, Sequence
 from rlsp.rl.task import CharacterTokenizer, Task, Tokenizer
 from rlsp.rl.update import Objective, Step, Trainer
@@ -54,7 +58,7 @@ def _live(job: Job, place: Place) -> None:
     models = assemble(config, mesh, device_of(config, place))
     _announce(job, models, mesh, task, tokenizer)
     trainer = trainer_of(config, models, mesh)
-    rollouts = rollouts_of(config, models, mesh, tokenizer)
+    rollouts = rollouts_of(job, models, mesh, tokenizer)
     evidence = Evidence(job, mesh, models)
     diagnostics = Diagnostics(job, trainer, rollouts.engine, mesh)
     for index in range(config.num_rollouts):
@@ -91,7 +95,16 @@ def _live(job: Job, place: Place) -> None:
 
         board.phase(f"rollout {index}: writing evidence")
         evidence.record(
-            index, batch, rewards, advantages, steps, digests, versions, watch, old_logp, correction
+            index,
+            batch,
+            rewards,
+            advantages,
+            steps,
+            digests,
+            versions,
+            watch,
+            old_logp,
+            {**correction, **rollouts.metrics()},
         )
         diagnostics.look(Record(index, sequences, sampling, batch, steps[0].forward, digests[0], versions[1]))
     board.phase("done")
@@ -235,10 +248,27 @@ def trainer_of(config: Config, models: Models, mesh: Mesh) -> Trainer:
     )
 
 
-def rollouts_of(config: Config, models: Models, mesh: Mesh, tokenizer: CharacterTokenizer) -> Rollouts:
-    """Put the engine, where this rank has one, to work for its group."""
+def rollouts_of(
+    job: Job, models: Models, mesh: Mesh, tokenizer: CharacterTokenizer
+) -> Rollouts | ExternalRollouts:
+    """Put the engine, where this rank has one, to work for its group; or one that is not rlsp's for all."""
+    config = job.config
+    if config.rollout.external:
+        return ExternalRollouts(models.trainer, mesh, _external(job, tokenizer))
     engine = None if models.engine is None else NativeEngine(models.engine, *cache_shape(config))
     return Rollouts(models.trainer, engine, config.rollout_layout, mesh, tokenizer.pad_id)
+
+
+def _external(job: Job, tokenizer: CharacterTokenizer) -> Wiring:
+    config, run_dir = job.config, Path(job.run_dir)
+    return Wiring(
+        shape=config.model,
+        described=described(config),
+        start=partial(start_engine, config, run_dir),
+        folder=run_dir / "logs" / "engine",
+        pad_id=tokenizer.pad_id,
+        timeout_s=config.launch.timeout_s,
+    )
 
 
 def cache_shape(config: Config) -> tuple[int, int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlsp.config import Config, DeviceKind, Violation
+from rlsp.engines import engine_lines
 from rlsp.task import task_lines
 
 _DEVICES = Path("/dev")
@@ -13,7 +14,7 @@ _DRIVERS = ("nvidiactl", "dxg")  # Linux's own driver, and that of a Linux insid
 
 def machine_lines(config: Config) -> list[str]:
     """List why a checked config cannot run on this machine, one line a reason."""
-    return _device_lines(config) + task_lines(config)
+    return _device_lines(config) + engine_lines(config) + task_lines(config)
 
 
 def _device_lines(config: Config) -> list[str]:
