@@ -19,8 +19,9 @@ from rlsp.groups import Mesh
 from rlsp.model.assemble import Models
 from rlsp.model.weights import weight_entries, weights_digest
 from rlsp.model.wiring import NATIVE, STRICT, Operator, Phase
+from rlsp.pretrained.folder import fingerprint
 from rlsp.report.digests import RolloutDigests, UpdateDigests, shard_table
-from rlsp.report.manifest import RankAgreement, StartupFacts
+from rlsp.report.manifest import RankAgreement, StartupFacts, WeightSource
 from rlsp.report.provenance import source_hash
 from rlsp.report.recorder import Recorder
 from rlsp.report.records import RolloutFacts, float64_bits
@@ -61,10 +62,12 @@ def startup_facts(
     """Compare all ranks before any data is exchanged, and return what the manifest says of the start.
 
     Raises:
-        DisagreementError: On every rank, naming the ranks with another contract, code, kernels or task.
+        DisagreementError: On every rank, naming the ranks with another contract, code, kernels, task or
+            initial weights.
     """
     contract, certificate = models.contract, models.certificate
-    mine = bytes.fromhex(contract.sha256 + source_hash() + certificate.digest + task.content_hash)
+    initial = weights_digest(models.trainer)
+    mine = bytes.fromhex(contract.sha256 + source_hash() + certificate.digest + task.content_hash + initial)
     every = collectives.gather(
         torch.tensor([list(mine)], dtype=torch.uint8, device=_device(models)), mesh.world
     ).tolist()
@@ -75,7 +78,9 @@ def startup_facts(
         for what in ("contract_hash", "code_hash", "kernel_digest")
     }
     # Ranks on other machines may have another file under the same path.
-    for what, values in {**values_of, "task hash": [hashes[192:] for hashes in held]}.items():
+    values_of["task hash"] = [hashes[192:256] for hashes in held]
+    values_of["initial weights"] = [hashes[256:] for hashes in held]
+    for what, values in values_of.items():
         if len(set(values)) > 1:
             raise DisagreementError(
                 f"ranks disagree on {what}: " + ", ".join(f"rank {i} {v[:16]}" for i, v in enumerate(values))
@@ -86,7 +91,8 @@ def startup_facts(
         contract_hash=contract.sha256,
         data_hash=task.content_hash,
         tokenizer_hash=tokenizer.content_hash,
-        initial_weights_digest=weights_digest(models.trainer),
+        initial_weights_digest=initial,
+        weight_source=_weight_source(config, mesh),
         kernels=kernels,
         certificate={
             "checks": certificate.checks,
@@ -99,6 +105,12 @@ def startup_facts(
         | dict.fromkeys(certificate.narrowed, "leaf"),
         agreement=tuple(agreement),
     )
+
+
+def _weight_source(config: Config, mesh: Mesh) -> WeightSource | None:
+    if config.model.path is None or mesh.world.index:
+        return None
+    return WeightSource.model_validate(fingerprint(config.model.path))
 
 
 class Evidence:

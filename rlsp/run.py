@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlsp import collectives, determinism
-from rlsp.board import Place
+from rlsp.board import BoardWriter, Place
 from rlsp.config import Config, CorrectionKind, DeviceKind, Job
 from rlsp.diagnostics import Diagnostics
 from rlsp.engines import described, start_engine
@@ -21,6 +22,7 @@ from rlsp.groups import Ledger, Mesh, build_mesh
 from rlsp.layout import padded_groups
 from rlsp.model.assemble import Models, assemble
 from rlsp.model.compat import native_layers
+from rlsp.model.hf import EXPORT_NAME, write_folder
 from rlsp.replay import Record
 from rlsp.report import manifest
 from rlsp.rl.advantage import group_advantages
@@ -107,6 +109,7 @@ def _live(job: Job, place: Place) -> None:
             {**correction, **rollouts.metrics()},
         )
         diagnostics.look(Record(index, sequences, sampling, batch, steps[0].forward, digests[0], versions[1]))
+    _export(job, models, mesh, board)
     board.phase("done")
 
 
@@ -122,6 +125,13 @@ def _announce(job: Job, models: Models, mesh: Mesh, task: Task, tokenizer: Token
     facts = startup_facts(job.config, models, mesh, task, tokenizer)
     if mesh.world.index == 0:
         manifest.add_startup(job.run_dir, facts)
+
+
+def _export(job: Job, models: Models, mesh: Mesh, board: BoardWriter) -> None:
+    """Write the weights that the run leaves, where that was asked for, as transformers and vLLM load them."""
+    if job.config.export:
+        board.phase("exporting weights")
+        write_folder(models.trainer, job.config.model, Path(job.run_dir) / EXPORT_NAME, mesh.world)
 
 
 def _check_agreement(mesh: Mesh) -> None:
@@ -262,7 +272,7 @@ def rollouts_of(
 def _external(job: Job, tokenizer: CharacterTokenizer) -> Wiring:
     config, run_dir = job.config, Path(job.run_dir)
     return Wiring(
-        shape=config.model,
+        shape=replace(config.model, path=None),
         described=described(config),
         start=partial(start_engine, config, run_dir),
         folder=run_dir / "logs" / "engine",

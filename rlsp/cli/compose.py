@@ -25,6 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
+from rlsp.cli.checkpoint import fill_in
 from rlsp.cli.overrides import MAX_JOBS, OPTIONAL_GROUPS, count_values
 from rlsp.cli.refusal import COMPOSITION_ERRORS, RefusalError, first_line
 from rlsp.config import (
@@ -71,11 +72,12 @@ def conf_dir() -> Path:
 
 
 def checked(cfg: DictConfig) -> Config:
-    """Read a composed config into the frozen object.
+    """Read a composed config into the frozen object; a model with a path is given its shape in `cfg`.
 
     Raises:
         RefusalError: A key is missing, a reference leads nowhere or a rule is broken; all are listed.
     """
+    fill_in(cfg)
     plain = copy.deepcopy(cfg)
     with flag_override(plain, ["struct", "readonly"], [False, False]):
         plain.pop("hydra", None)

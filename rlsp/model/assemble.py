@@ -10,6 +10,7 @@ from rlsp.config import Config, ModelConfig
 from rlsp.groups import Group, Mesh
 from rlsp.layout import padded_groups
 from rlsp.model.build import PolicyModel, build_model, copy_bits, initialize
+from rlsp.model.hf import load_path, zero_padding
 from rlsp.model.wiring import Phase, Wiring
 from rlsp.numerics.certificate import Certificate, Sharded, certify
 from rlsp.numerics.contract import Contract
@@ -53,10 +54,11 @@ def contract_of(config: Config) -> Contract:
 
 
 def assemble(config: Config, mesh: Mesh, device: torch.device) -> Models:
-    """Certify the kernels at the model's shapes, build the models and draw the initial weights.
+    """Certify the kernels at the model's shapes, build the models and read or draw the initial weights.
 
     Raises:
         NoExactPathError: A kernel leaves no exact path on this machine.
+        WeightMismatchError: The weights at the model's path do not fit it.
     """
     contract = contract_of(config)
     leaf = Products(contract.row_tile)
@@ -70,7 +72,7 @@ def assemble(config: Config, mesh: Mesh, device: torch.device) -> Models:
         Phase.TRAIN, contract, products, mesh.tp, mesh.cp, config.layout.sequence_parallel, routes
     )
     trainer = build_model(config.model, training, device)
-    initialize(trainer, config.seed, config.model.init_std, config.model.num_layers)
+    _fill(trainer, config, mesh)
     reference = None
     if config.kl_coef > 0:
         reference = build_model(config.model, training, device)
@@ -83,6 +85,16 @@ def assemble(config: Config, mesh: Mesh, device: torch.device) -> Models:
         )
         engine = build_model(config.model, generating, device).requires_grad_(False)
     return Models(trainer, reference, engine, contract, certificate)
+
+
+def _fill(model: PolicyModel, config: Config, mesh: Mesh) -> None:
+    """Give a model its initial weights: those at its path, or fresh ones with zeros for what pads."""
+    shape = config.model
+    if shape.path is not None:
+        load_path(model, shape, mesh.world)
+        return
+    initialize(model, config.seed, shape.init_std, shape.num_layers)
+    zero_padding(model, shape)
 
 
 def wanted_products(model: ModelConfig, contract: Contract, shards: tuple[int, ...]) -> tuple[Sharded, ...]:

@@ -65,7 +65,7 @@ def shape_of(described: Mapping[str, Any]) -> dict[str, Any]:
     rope, found = _rope(described)
     faults += found
     if faults:
-        raise PretrainedError([f"config.json: {fault}" for fault in faults])
+        raise PretrainedError(faults)
     if fields["num_query_groups"] is None:
         fields["num_query_groups"] = fields["num_attention_heads"]
     if fields["head_dim"] is None and fields["num_attention_heads"]:

@@ -19,6 +19,7 @@ FREE_KEYS = frozenset(
         "tracker",
         "launch",
         "diagnose",
+        "export",
         "task.timeout_s",
     }
 )

@@ -72,11 +72,29 @@ class RankAgreement(Document):
     kernel_digest: str
 
 
+class WeightFile(Document):
+    """A file of weights: `head_sha256` hashes its head, which says how tensors lie, not what they hold."""
+
+    name: str
+    bytes: int
+    head_sha256: str
+
+
+class WeightSource(Document):
+    """Where the initial weights came from; `sha256` is over the files' lines."""
+
+    path: str
+    format: Literal["safetensors", "gguf"]
+    files: tuple[WeightFile, ...]
+    sha256: str
+
+
 class StartupFacts(Document):
     """What rank 0 learns as the ranks come up.
 
     `data_hash` is the task's content hash. `kernels` is the identity of the kernels, `certificate` what the
-    start-up certificate measured, `paths` the path that it chose for each operator.
+    start-up certificate measured, `paths` the path that it chose for each operator. `weight_source` is null
+    for fresh weights.
     """
 
     contract: dict[str, JsonValue]
@@ -84,6 +102,7 @@ class StartupFacts(Document):
     data_hash: str
     tokenizer_hash: str
     initial_weights_digest: str
+    weight_source: WeightSource | None = None
     kernels: dict[str, JsonValue]
     certificate: dict[str, JsonValue]
     paths: dict[str, str]

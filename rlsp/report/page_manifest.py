@@ -111,12 +111,15 @@ def _machine(manifest: Manifest) -> dict[str, str]:
     }
 
 
+_STARTUP = ("contract", "weight_source", "paths", "certificate", "kernels", "agreement")
+
+
 def _startup(manifest: Manifest) -> Content:
     """Show what the ranks agreed on, as it stands in the manifest."""
     if manifest.startup is None:
         return node("p", "The ranks never agreed on a start: there are no start-up facts.", class_="warning")
     startup = manifest.startup.model_dump(mode="json")
-    shown = {name: startup[name] for name in ("contract", "paths", "certificate", "kernels", "agreement")}
+    shown = {name: startup[name] for name in _STARTUP if startup[name] is not None}
     return folded("Contract, kernel paths, certificate and agreement of the ranks", _json(shown))
 
 

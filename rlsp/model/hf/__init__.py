@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rlsp.model.hf.export import write_folder
+from rlsp.model.hf.export import EXPORT_NAME, write_folder
+from rlsp.model.hf.sources import load_path
 from rlsp.model.hf.weights import (
     WeightMismatchError,
     hugging_face_weights,
@@ -13,9 +14,11 @@ from rlsp.model.hf.weights import (
 )
 
 __all__ = [
+    "EXPORT_NAME",
     "WeightMismatchError",
     "hugging_face_weights",
     "load_hugging_face",
+    "load_path",
     "load_weights",
     "logical_weights",
     "write_folder",

@@ -16,12 +16,18 @@ from rlsp.config import ModelConfig
 from rlsp.groups import Group
 from rlsp.model.build import PolicyModel
 from rlsp.model.hf.weights import hugging_face_weights
+from rlsp.pretrained.architecture import describe
+from rlsp.pretrained.folder import beside, gguf_file, located, read_description
 from rlsp.pretrained.names import HEAD, tensor_shapes
+
+EXPORT_NAME = "export"
+"""The folder below a run's own that takes its last weights."""
 
 SHARD_BYTES = 1 << 30
 """Most bytes of one file of weights (unless one tensor has more), and so of what rank 0 keeps at a time."""
 
 _PARTIAL = ".partial"
+_FROM_GGUF = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def write_folder(
@@ -29,23 +35,23 @@ def write_folder(
     shape: ModelConfig,
     folder: Path,
     world: Group,
-    described: Mapping[str, Any],
-    beside: tuple[Path, ...] = (),
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write weights, config.json and what lies beside them; every rank calls it, rank 0 of `world` writes.
+    """Write weights, config.json and what goes with them; every rank calls it, rank 0 of `world` writes.
+
+    Where the model came from a checkpoint, its config.json is kept, with the dtype of this model, and its
+    tokenizer and generation config are copied.
 
     Args:
         model: The model, in any layout.
         shape: What it was built from.
         folder: Where to; made if absent.
         world: All ranks: they meet after every file, so that none waits for more than one.
-        described: config.json, to which the dtype is added.
-        beside: Files that are copied along (tokenizer, generation config).
         shard_bytes: Most bytes of one file of weights.
 
     Raises:
         OSError: On rank 0, where the folder cannot be written.
+        PretrainedError: On rank 0, where the checkpoint that the model came from is gone.
     """
     dtype = getattr(torch, model.wiring.contract.dtype)
     sizes = {
@@ -56,11 +62,7 @@ def write_folder(
     writes = world.index == 0
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
-        said = {key: value for key, value in described.items() if key != "torch_dtype"}
-        config = {**said, "dtype": model.wiring.contract.dtype}
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        for path in beside:
-            shutil.copyfile(path, folder / path.name)
+        _write_config(shape, folder)
     stream = hugging_face_weights(model, shape)
     files = _files(sizes, shard_bytes)
     for file, names in files.items():
@@ -73,12 +75,40 @@ def write_folder(
             assert set(kept) == set(names)
             partial = folder / f"{file}{_PARTIAL}"
             save_file(kept, partial, metadata={"format": "pt"})
+            partial.chmod((folder / "config.json").stat().st_mode)  # safetensors lets nobody else read it
             partial.replace(folder / file)
         collectives.max_integers(torch.zeros(1, dtype=torch.int64, device=_device(model)), world)
     if writes and len(files) > 1:
         where = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(where.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_config(shape: ModelConfig, folder: Path) -> None:
+    """Write config.json, and whatever of the checkpoint goes with the weights."""
+    described = describe(shape)
+    if shape.path is not None:
+        place = located(shape.path)
+        gguf = gguf_file(place)
+        said = read_description(shape.path)[1]
+        described = said if gguf is None else {**described, **_only(said, _FROM_GGUF)}
+        for path in () if gguf is not None else beside(place):
+            shutil.copyfile(path, folder / path.name)
+        if gguf is not None:
+            _save_tokenizer(gguf, folder)
+    described = {key: value for key, value in described.items() if key != "torch_dtype"}
+    text = json.dumps({**described, "dtype": shape.dtype.value}, indent=2)
+    (folder / "config.json").write_text(text + "\n")
+
+
+def _only(said: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    return {key: said[key] for key in keys if key in said}
+
+
+def _save_tokenizer(gguf: Path, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
 
 
 def _files(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:

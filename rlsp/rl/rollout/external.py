@@ -40,7 +40,7 @@ class Wiring:
     """What external rollouts are made of besides the trainer.
 
     Attributes:
-        shape: What the trainer's model was built from.
+        shape: What the trainer's model was built from; whether it came from a checkpoint does not matter.
         described: The same as transformers' config.json.
         start: Starts the engine with the model of a folder; called on rank 0 alone.
         folder: Where weights are written on their way; absent before.
@@ -94,7 +94,7 @@ class ExternalRollouts:
             answer = self._await()
             self._room = integer_of(answer, "max_tokens") if answer is not None else 0
         own, weights = weights_digest(self._trainer), self._wiring.folder / "weights"
-        write_folder(self._trainer, self._wiring.shape, weights, self._mesh.world, self._wiring.described)
+        write_folder(self._trainer, self._wiring.shape, weights, self._mesh.world)
         request = {"do": "load", "version": version, "folder": str(weights)}
         answer = self._ask(f"load weights of version {version}", request)
         said, digest = [0, 0, 1], bytes(32)
