@@ -15,6 +15,7 @@ FREE_KEYS = frozenset(
         "parallel",
         "rollout.tp",
         "rollout.engines",
+        "rollout.timeout_s",
         "device",
         "tracker",
         "launch",
@@ -24,6 +25,9 @@ FREE_KEYS = frozenset(
     }
 )
 """Keys of a config (a section stands for all of its keys) that must not change a bit of the results."""
+
+_NATIVE_KEYS = frozenset({"rollout.tp", "rollout.engines"})
+"""Those of them that an external engine's bits may depend on."""
 
 LENGTH_KEY = "num_rollouts"
 """How many rollouts there are: it changes where a run ends, not what is common to two runs."""
@@ -35,10 +39,11 @@ _SHOWN = 12
 
 def result_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """List what of a composed config decides the results, as dotted key and plain value."""
+    rollout = config.get("rollout", {})
+    external = isinstance(rollout, Mapping) and rollout.get("engine", "native") != "native"
+    free = FREE_KEYS - _NATIVE_KEYS if external else FREE_KEYS
     return {
-        key: value
-        for key, value in _leaves(config)
-        if key not in FREE_KEYS and key.partition(".")[0] not in FREE_KEYS
+        key: value for key, value in _leaves(config) if key not in free and key.partition(".")[0] not in free
     }
 
 
