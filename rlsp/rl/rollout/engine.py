@@ -72,7 +72,7 @@ class ExternalEngine:
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
-            raise self._error(f"asked to {self._doing}, it said what is no answer: {line[:_SHOWN_CHARS]!r}")
+            raise self._error(f"said what is no answer when asked to {self._doing}: {line[:_SHOWN_CHARS]!r}")
         if "fault" in answer:
             raise self._error(f"could not {self._doing}: {answer['fault']}", answer.get("details", ()))
         return answer
