@@ -90,6 +90,28 @@ def rank_environment(threads: int, interface: str | None = _LOOPBACK) -> dict[st
     return environment
 
 
+def engine_environment(processes: int) -> dict[str, str]:
+    """Return the environment for an external engine on this machine, whose ranks wait while it generates.
+
+    What a rank's environment fixes for the sake of bits is taken back. What a user set for vLLM stays.
+
+    Args:
+        processes: Processes of the engine, which share the processor's cores.
+    """
+    fixed = {*_THREAD_COUNTS, "MKL_DYNAMIC", "OMP_DYNAMIC", "PYTHONHASHSEED"}
+    environment = {name: value for name, value in os.environ.items() if name not in fixed}
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    chosen = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no process more than needed between rank 0 and the model
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(max(cores // processes, 1)),
+        "TORCHDYNAMO_DISABLE": "1",  # else vLLM compiles its sampler as it draws first, for half a minute
+    }
+    return {**chosen, **environment}
+
+
 class apply:  # noqa: N801  (it is called like a function, and `with apply(...)` undoes it)
     """Switch this process to deterministic arithmetic, at once; `undo` or the end of `with` switches back.
 

@@ -186,7 +186,7 @@ class Evidence:
         versions: tuple[int, int],
         watch: Stopwatch,
         old_logp: Tensor,
-        correction: Mapping[str, float],
+        further: Mapping[str, float],
     ) -> None:
         """Write rollout `index`; every rank calls it.
 
@@ -200,7 +200,7 @@ class Evidence:
             versions: Weight version of the engines, and of training at its first forward pass.
             watch: The rollout's clock so far.
             old_logp: float32 [N, S], the old policy's log-probabilities that the updates used.
-            correction: Metrics of the importance weights, by name; empty where there are none.
+            further: Metrics of the importance weights and of an external engine, by name.
 
         Raises:
             DisagreementError: The batch is not the one that was bound, or after the updates a rank holds
@@ -227,12 +227,12 @@ class Evidence:
             updates=len(steps),
             learning_rate=self._config.learning_rate,
             routes=routes,
-            declared_routes=self._config.numerics.routes.declared(),
+            declared_routes=self._config.declared_routes,
             cp_tokens=first.tokens_by_cp,
             tp_replicas_agree=first.replicas_agree,
             ranks_agree=agreed,
             sequences=batch.tokens.shape[0],
-            sources=_sources(routes),
+            sources=self._sources(routes),
         )
         watch.lap("evidence")
         if self._recorder is not None:
@@ -240,7 +240,7 @@ class Evidence:
             metrics = {
                 **self._metrics(batch, rewards, advantages, steps, versions, watch),
                 "train/old_logprob_mismatched": _mismatched(old_logp, first.logp, batch.active_mask),
-                **correction,
+                **further,
             }
             self._recorder.rollout(index, tensors, facts, metrics, digests=self._digests(index, steps))
 
@@ -282,7 +282,16 @@ class Evidence:
         return {
             name: {route: n for route, n in zip((STRICT, NATIVE), calls, strict=True) if n}
             for name, calls in zip(ROUTES, total.tolist(), strict=True)
+            if name in self._config.declared_routes  # an external engine's calls are not seen
         }
+
+    def _sources(self, routes: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
+        """Say which computation made each side: by whose log-probability code calls were counted."""
+        made = {"rollout": "decode", "train": "forward"}
+        found = {side: name for side, name in made.items() if any(routes.get(f"{side}.logp", {}).values())}
+        if self._config.rollout.external:
+            return {**found, "rollout": self._config.rollout.engine.value}
+        return found
 
     def _metrics(
         self,
@@ -336,12 +345,6 @@ def _fingerprint(batch: RolloutBatch, advantages: Tensor) -> list[int]:
 def _mismatched(a: Tensor, b: Tensor, mask: Tensor) -> int:
     """Count the tokens of `mask` on which two float32 tensors differ in any bit."""
     return int(((a.cpu().view(torch.int32) != b.view(torch.int32)) & mask).sum())
-
-
-def _sources(routes: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
-    """Say which computation made each side: by whose log-probability code calls were counted."""
-    made = {"rollout": "decode", "train": "forward"}
-    return {side: name for side, name in made.items() if any(routes[f"{side}.logp"].values())}
 
 
 def _row(config: Config, rank: int, hashes: str) -> RankAgreement:

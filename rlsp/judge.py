@@ -6,30 +6,20 @@ to the rank's log.
 
 from __future__ import annotations
 
-import faulthandler
 import json
-import os
-import signal
 import sys
 import traceback
 
 from rlsp.config import from_plain
 from rlsp.host import die_with_parent
+from rlsp.rl.apart import answering
 from rlsp.rl.reward import NoRewardError, faulty, serve
 from rlsp.task import open_task
 
 
 def main() -> int:
     """Build the task and answer until stdin ends."""
-    protocol = os.dup(1)
-    os.dup2(2, 1)  # what libraries print must not be taken for an answer
-    faulthandler.register(signal.SIGUSR1)
-
-    def reply(line: str) -> None:
-        data = f"{line}\n".encode()
-        while data:
-            data = data[os.write(protocol, data) :]
-
+    reply = answering()
     opening = json.loads(sys.stdin.readline())
     die_with_parent(opening["parent"])
     try:

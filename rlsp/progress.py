@@ -188,9 +188,11 @@ def summary(
     if total is None:
         lines.append("no rollout was recorded")
     else:
+        external = job.config.rollout.external
+        rows = "rows not recorded" if external else f"{total.mismatched_rows} rows mismatched"
         lines.append(
             f"{total.rollouts} of {job.config.num_rollouts} rollouts: {total.active_tokens} active tokens, "
-            f"{total.mismatched_tokens} mismatched; {total.mismatched_rows} rows mismatched"
+            f"{total.mismatched_tokens} mismatched; {rows}"
         )
     lines += [f"folder: {short(Path(job.run_dir))}", *([hint] if hint else [])]
     text.append("\n".join(f"  {line}" for line in lines))

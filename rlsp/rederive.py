@@ -73,7 +73,7 @@ def _answer(job: Job, place: Place, request: Request) -> Answer:
     models = assemble(config, mesh, device)
     tokenizer = open_tokenizer(config)
     trainer = trainer_of(config, models, mesh)
-    rollouts = rollouts_of(config, models, mesh, tokenizer)
+    rollouts = rollouts_of(job, models, mesh, tokenizer)
     run_dir, rollout = Path(request.run_dir), request.rollout
     records = ConsistencyReport.read(run_dir / CONSISTENCY_NAME).rollouts
     for index in range(rollout):

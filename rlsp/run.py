@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ from rlsp.board import BoardWriter, Place
 from rlsp.checkpoints import Checkpoints
 from rlsp.config import Config, CorrectionKind, DeviceKind, Job
 from rlsp.diagnostics import Diagnostics
+from rlsp.engines import described, start_engine
 from rlsp.evidence import Evidence, Stopwatch, startup_facts
 from rlsp.groups import Ledger, Mesh, build_mesh
 from rlsp.layout import padded_groups
@@ -29,6 +32,7 @@ from rlsp.rl.correction import Correction, importance_weights
 from rlsp.rl.optimizer import AdamW, Hyperparameters
 from rlsp.rl.reward import Judge, score
 from rlsp.rl.rollout.dispatch import Rollouts
+from rlsp.rl.rollout.external import ExternalRollouts, Wiring
 from rlsp.rl.rollout.native import NativeEngine, Sampling, Sequence
 from rlsp.rl.task import Task, Tokenizer
 from rlsp.rl.update import Objective, Step, Trainer
@@ -58,7 +62,7 @@ def _live(job: Job, place: Place) -> None:
     trainer = trainer_of(config, models, mesh)
     checkpoints = Checkpoints(job, board, mesh, trainer)
     _announce(job, models, mesh, task, tokenizer, checkpoints)
-    rollouts = rollouts_of(config, models, mesh, tokenizer)
+    rollouts = rollouts_of(job, models, mesh, tokenizer)
     evidence = Evidence(job, mesh, models)
     diagnostics = Diagnostics(job, trainer, rollouts.engine, mesh)
     for index in checkpoints.rollouts():
@@ -103,7 +107,7 @@ def _live(job: Job, place: Place) -> None:
             (rollouts.weight_version, version),
             watch,
             old_logp,
-            correction,
+            {**correction, **rollouts.metrics()},
         )
         diagnostics.look(Record(index, sequences, sampling, batch, steps[0].forward, digests[0], version))
     _export(job, models, mesh, board)
@@ -260,10 +264,25 @@ def trainer_of(config: Config, models: Models, mesh: Mesh) -> Trainer:
     )
 
 
-def rollouts_of(config: Config, models: Models, mesh: Mesh, tokenizer: Tokenizer) -> Rollouts:
-    """Put the engine, where this rank has one, to work for its group."""
+def rollouts_of(job: Job, models: Models, mesh: Mesh, tokenizer: Tokenizer) -> Rollouts | ExternalRollouts:
+    """Put the engine, where this rank has one, to work for its group; or one that is not rlsp's for all."""
+    config = job.config
+    if config.rollout.external:
+        return ExternalRollouts(models.trainer, mesh, _external(job, tokenizer))
     engine = None if models.engine is None else NativeEngine(models.engine, *cache_shape(config))
     return Rollouts(models.trainer, engine, config.rollout_layout, mesh, tokenizer.pad_id)
+
+
+def _external(job: Job, tokenizer: Tokenizer) -> Wiring:
+    config, run_dir = job.config, Path(job.run_dir)
+    return Wiring(
+        shape=replace(config.model, path=None),
+        described=described(config),
+        start=partial(start_engine, config, run_dir),
+        folder=run_dir / "logs" / "engine",
+        pad_id=tokenizer.pad_id,
+        timeout_s=config.launch.timeout_s,
+    )
 
 
 def cache_shape(config: Config) -> tuple[int, int, int]:

@@ -94,7 +94,8 @@ def plain_config(**changes: Any) -> dict[str, Any]:
             "dtype": "bfloat16",
         },
         "parallel": {"cp": 2, "tp": 2, "sp": 2, "dp": 1},
-        "rollout": {"engine": "native", "tp": 1, "engines": 3, "ignore_eos": False},
+        "rollout": {"engine": "native", "tp": 1, "engines": 3, "ignore_eos": False}
+        | {"timeout_s": None, "kv_cache_gib": None, "options": {}},
         "numerics": {
             "virtual_tp": 8,
             "token_block": 32,

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from rlsp.cli.compose import conf_dir
-from rlsp.config import Config, TrackerMode, leaf_kinds, legal_text, violations
+from rlsp.config import Config, CorrectionKind, TrackerMode, leaf_kinds, legal_text, violations
 
 Compose = Callable[..., Config]
 
@@ -26,6 +26,7 @@ NEEDED = {  # what no file can state
     "jsonl": ("task.path=rows.jsonl",),
     "custom": ("task.factory=mine:make",),
     "none": ("task=jsonl", "task.path=rows.jsonl"),  # a tokenizer that knows no text; a tracker does not mind
+    "vllm": ("model.head_dim=32",),
 }
 
 
@@ -125,6 +126,19 @@ def test_an_override_wins_over_an_experiment_and_an_experiment_over_the_defaults
     assert compose("experiment=g11_probe").num_rollouts == 2
     assert compose("experiment=g11_probe", "num_rollouts=3", "parallel=cp1_tp4_sp1").num_rollouts == 3
     assert compose("experiment=g11_probe", "parallel=cp1_tp4_sp1").world_size == 4
+
+
+def test_an_external_engine_brings_the_correction_and_an_old_policy_of_trainings_own(
+    compose: Compose,
+) -> None:
+    config, strict = compose("rollout=vllm", "model.head_dim=32"), compose()
+    assert (config.correction.kind, config.reuse_rollout_logprob) == (CorrectionKind.token_tis, False)
+    assert (strict.correction.kind, strict.reuse_rollout_logprob) == (CorrectionKind.none, True)
+    assert (config.exact, strict.exact) == (False, True)
+    assert (config.rollout_layout.engines, config.rollout_layout.coords(1)) == (1, None)
+    assert set(config.declared_routes) == {"train.attention", "train.ffn", "train.logp"}
+    own = compose("rollout=vllm", "model.head_dim=32", "correction.kind=none", "reuse_rollout_logprob=true")
+    assert violations(own) == ()
 
 
 def test_the_defaults_are_offline_on_cpu_without_an_entropy_term(compose: Compose) -> None:

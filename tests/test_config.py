@@ -17,6 +17,7 @@ from rlsp.config import (
     CorrectionKind,
     DeviceKind,
     Dtype,
+    EngineKind,
     Job,
     ScorerKind,
     TaskKind,
@@ -29,6 +30,7 @@ from rlsp.config import (
 )
 from rlsp.config.checks import CROSS_RULES, value_at
 from rlsp.config.plain import rule_of
+from rlsp.config.rules import Given
 from rlsp.layout import Layout, RolloutLayout
 
 Compose = Callable[..., Config]
@@ -72,6 +74,9 @@ ILLEGAL: dict[str, tuple[Any, ...]] = {
     "parallel.dp": COUNT,
     "rollout.tp": COUNT,
     "rollout.engines": COUNT,
+    "rollout.timeout_s": SECONDS,
+    "rollout.kv_cache_gib": (0.0, 1e-9, 5000.0, nan, inf),
+    "rollout.options": ({"a": nan}, {"a": {"b": 1}}, {"a": None}, {"a b": 1}),
     "numerics.virtual_tp": WIDTH,
     "numerics.token_block": WIDTH,
     "numerics.q_block": WIDTH,
@@ -121,6 +126,14 @@ ILLEGAL: dict[str, tuple[Any, ...]] = {
     "numerics.routes.logp": ("fast",),
     "correction.upper": POSITIVE,
     "correction.lower": NOT_NEGATIVE,
+}
+
+VLLM = {
+    "rollout.engine": EngineKind.vllm,
+    "rollout.engines": 1,
+    "rollout.timeout_s": 600.0,
+    "rollout.kv_cache_gib": 1.0,
+    "model.head_dim": 32,
 }
 
 # For every rule over several keys, changes that break it and the line that says so.
@@ -182,6 +195,53 @@ CROSSED = [
     (
         {"rollout.engines": 3},
         "rollout.engines=3: legal: null, or at most world size 2 / rollout.tp 1",
+    ),
+    (
+        VLLM | {"rollout.engines": 2},
+        "rollout.engines=2: legal: 1 or null (rollout.engine=vllm is one engine)",
+    ),
+    (
+        VLLM | {"rollout.tp": 3},
+        "rollout.tp=3: legal: 1, 2, 4, 8, 16 (divisors of model.num_attention_heads)",
+    ),
+    (
+        VLLM | {"rollout.timeout_s": None},
+        "rollout.timeout_s=null: legal: seconds in 1..86400 (for rollout.engine=vllm)",
+    ),
+    ({"rollout.timeout_s": 60.0}, "rollout.timeout_s=60.0: legal: null (rollout.engine=native has none)"),
+    (
+        VLLM | {"rollout.kv_cache_gib": None},
+        "rollout.kv_cache_gib=null: legal: GiB in 0.01..4096 (for rollout.engine=vllm)",
+    ),
+    (
+        {"rollout.options": Given({"max_num_seqs": 4})},
+        "rollout.options={'max_num_seqs': 4}: legal: {} (rollout.engine=native has none)",
+    ),
+    (
+        VLLM | {"rollout.options": Given({"dtype": "half", "seed": 1})},
+        "rollout.options={'dtype': 'half', 'seed': 1}: legal: without dtype, seed: rlsp sets it",
+    ),
+    (
+        VLLM | {"model.head_dim": 16},
+        "model.head_dim=16: legal: 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512 "
+        "(for rollout.engine=vllm on a processor)",
+    ),
+    (
+        VLLM | {"temperature": 3.0},
+        "temperature=3.0: legal: a number in 0.01..2 (rollout.engine=vllm takes no other)",
+    ),
+    (
+        VLLM | {"temperature": 0.001},
+        "temperature=0.001: legal: a number in 0.01..2 (rollout.engine=vllm takes no other)",
+    ),
+    (VLLM | {"diagnose": True}, "diagnose=true: legal: false (nobody sees into rollout.engine=vllm)"),
+    *(
+        (
+            VLLM | {f"numerics.routes.{operator}": "strict/native"},
+            f"numerics.routes.{operator}=strict/native: legal: strict or native: training's "
+            "(rollout.engine=vllm has its own)",
+        )
+        for operator in ("attention", "ffn", "logp")
     ),
     ({"numerics.k_block": 64}, "numerics.k_block=64: legal: 32 (equal to numerics.q_block)"),
     (

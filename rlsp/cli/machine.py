@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rlsp.cli.checkpoint import weight_lines
 from rlsp.config import Config, DeviceKind, Violation
+from rlsp.engines import engine_lines
 from rlsp.network import interface_towards
 from rlsp.task import task_lines
 
@@ -15,7 +16,8 @@ _DRIVERS = ("nvidiactl", "dxg")  # Linux's own driver, and that of a Linux insid
 
 def machine_lines(config: Config) -> list[str]:
     """List why a checked config cannot run on this machine, one line a reason."""
-    return _device_lines(config) + _cluster_lines(config) + weight_lines(config.model) + task_lines(config)
+    lines = _device_lines(config) + _cluster_lines(config) + engine_lines(config)
+    return lines + weight_lines(config.model) + task_lines(config)
 
 
 def _device_lines(config: Config) -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import reduce
 from typing import Any, get_args, get_origin
 
 from rlsp.config.choices import ChatUse, CorrectionKind, DeviceKind, ScorerKind, TaskKind, TokenizerKind
+from rlsp.config.cross import CrossRule, divisors
+from rlsp.config.external import ENGINE_RULES
 from rlsp.config.plain import leaf_kinds, legal_text, rule_of
 from rlsp.config.rules import Violation
 from rlsp.config.schema import Config
@@ -24,15 +25,6 @@ MAX_SEQUENCES = 10**6
 
 CHARACTERS = 97
 """Tokens of the built-in character tokenizer, which every vocabulary must hold (a test compares the two)."""
-
-
-@dataclass(frozen=True)
-class CrossRule:
-    """Relate several keys: the first is the one that a violation names, `legal` says what it may be."""
-
-    keys: tuple[str, ...]
-    holds: Callable[[Config], bool]
-    legal: Callable[[Config], str]
 
 
 def violations(config: Config) -> tuple[Violation, ...]:
@@ -73,10 +65,6 @@ def _single_violations(config: Config) -> Iterator[Violation]:
         rule = rule_of(kind_of_one)
         if rule is not None:
             yield from (Violation(key, v, legal_text(kind_of_one)) for v in values if not rule.holds(v))
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def _padded_heads(config: Config) -> int:
@@ -211,7 +199,7 @@ CROSS_RULES = (
     CrossRule(
         ("parallel.tp", *_VIRTUAL),
         lambda c: c.numerics.virtual_tp % c.parallel.tp == 0,
-        lambda c: f"{_divisors(c.numerics.virtual_tp)} (divisors of numerics.virtual_tp)",
+        lambda c: f"{divisors(c.numerics.virtual_tp)} (divisors of numerics.virtual_tp)",
     ),
     _ranks_fit("tp"),
     _ranks_fit("cp"),
@@ -234,20 +222,21 @@ CROSS_RULES = (
         lambda c: f"at most {c.sequences_per_rollout} (prompts_per_rollout × samples_per_prompt)",
     ),
     CrossRule(
-        ("rollout.tp", *_VIRTUAL),
-        lambda c: c.numerics.virtual_tp % c.rollout.tp == 0,
-        lambda c: f"{_divisors(c.numerics.virtual_tp)} (divisors of numerics.virtual_tp)",
+        ("rollout.tp", "rollout.engine", *_VIRTUAL),
+        lambda c: c.rollout.external or c.numerics.virtual_tp % c.rollout.tp == 0,
+        lambda c: f"{divisors(c.numerics.virtual_tp)} (divisors of numerics.virtual_tp)",
     ),
     CrossRule(
-        ("rollout.tp", "rollout.engines", *_WORLD),
-        lambda c: c.rollout.engines is not None or c.world_size % c.rollout.tp == 0,
+        ("rollout.tp", "rollout.engine", "rollout.engines", *_WORLD),
+        lambda c: c.rollout.external or c.rollout.engines is not None or c.world_size % c.rollout.tp == 0,
         lambda c: f"a divisor of the world size {c.world_size}, or any that fits with rollout.engines stated",
     ),
     CrossRule(
-        ("rollout.engines", "rollout.tp", *_WORLD),
-        lambda c: (c.rollout.engines or 0) * c.rollout.tp <= c.world_size,
+        ("rollout.engines", "rollout.engine", "rollout.tp", *_WORLD),
+        lambda c: c.rollout.external or (c.rollout.engines or 0) * c.rollout.tp <= c.world_size,
         lambda c: f"null, or at most world size {c.world_size} / rollout.tp {c.rollout.tp}",
     ),
+    *ENGINE_RULES,
     CrossRule(
         ("numerics.k_block", "numerics.q_block"),
         lambda c: c.numerics.k_block == c.numerics.q_block,
@@ -271,8 +260,14 @@ CROSS_RULES = (
         ),
     ),
     CrossRule(
-        ("correction.kind", "numerics.routes.attention", "numerics.routes.ffn", "numerics.routes.logp"),
-        lambda c: c.correction.kind is CorrectionKind.none or not c.numerics.routes.strict,
+        (
+            "correction.kind",
+            "rollout.engine",
+            "numerics.routes.attention",
+            "numerics.routes.ffn",
+            "numerics.routes.logp",
+        ),
+        lambda c: c.correction.kind is CorrectionKind.none or not c.exact,
         lambda _: "none (every route is strict, so all importance ratios are 1)",
     ),
     CrossRule(

@@ -13,9 +13,10 @@ class Dtype(Enum):
 
 
 class EngineKind(Enum):
-    """What generates."""
+    """What generates: rlsp's own engine, in the ranks, or an external one, in a process of its own."""
 
     native = "native"
+    vllm = "vllm"
 
 
 class TrackerMode(Enum):

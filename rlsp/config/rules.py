@@ -105,6 +105,7 @@ Positive = Annotated[float, Rule("a number in 1e-12..1e12", _within(1e-12, 1e12)
 Temperature = Annotated[float, Rule("a number in 1e-6..1e6", _within(1e-6, 1e6))]
 Seconds = Annotated[float, Rule(f"seconds in 1..{_DAY_S:.0f}", _within(1.0, _DAY_S))]
 Grace = Annotated[float, Rule("a number above 0 and at most 6", lambda v: 0 < v <= 6)]
+Gibibytes = Annotated[float, Rule("GiB in 0.01..4096", _within(0.01, 4096))]
 Normal = Annotated[float, Rule("a number in 1.2e-38..1 (normal in float32)", _within(1.2e-38, 1.0))]
 Fraction = Annotated[float, Rule("a number of at least 0 and below 1", lambda v: 0 <= v < 1)]
 Name = Annotated[

@@ -28,6 +28,7 @@ from rlsp.config.rules import (
     Factory,
     FilePath,
     Fraction,
+    Gibibytes,
     Grace,
     GradLsb,
     Host,
@@ -108,12 +109,24 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Lay out generation; engines is null for as many as fit, ignore_eos generates to the full length."""
+    """Lay out generation; engines is null for as many as fit, ignore_eos generates to the full length.
+
+    Of an external engine: timeout_s bounds its start, a hand-over of weights and a rollout, kv_cache_gib is
+    what its key-value cache may take, options go to it as they are.
+    """
 
     engine: EngineKind
     tp: Count
     engines: Count | None
     ignore_eos: bool
+    timeout_s: Seconds | None
+    kv_cache_gib: Gibibytes | None
+    options: Options
+
+    @property
+    def external(self) -> bool:
+        """Tell whether the engine is not rlsp's own: its bits may differ from training's."""
+        return self.engine is not EngineKind.native
 
 
 @dataclass(frozen=True)
@@ -338,9 +351,27 @@ class Config:
 
     @property
     def rollout_layout(self) -> RolloutLayout:
-        """Derive the rollout layout: without a stated count, as many engines as fit."""
+        """Derive the rollout layout: without a stated count, as many engines as fit.
+
+        An external engine is one process, whatever it is made of, to which rank 0 speaks.
+        """
+        if self.rollout.external:
+            return RolloutLayout(tp=1, engines=1, world_size=self.world_size)
         engines = self.rollout.engines or self.world_size // self.rollout.tp
         return RolloutLayout(tp=self.rollout.tp, engines=engines, world_size=self.world_size)
+
+    @property
+    def declared_routes(self) -> dict[str, str]:
+        """Return the route of every operator that is rlsp's: an external engine's are not seen."""
+        routes = self.numerics.routes.declared()
+        if self.rollout.external:
+            return {name: route for name, route in routes.items() if name.startswith("train.")}
+        return routes
+
+    @property
+    def exact(self) -> bool:
+        """Tell whether rollout and training promise the same bits: every operator is rlsp's and strict."""
+        return self.numerics.routes.strict and not self.rollout.external
 
     @property
     def sequences_per_rollout(self) -> int:

@@ -24,7 +24,8 @@ class Models:
     Attributes:
         trainer: The policy in the training layout.
         reference: The initial policy in the same layout, where kl_coef is above 0.
-        engine: The policy in the rollout layout; None where this rank idles during rollout.
+        engine: The policy in the rollout layout; None where this rank idles during rollout, or the
+            engine is not rlsp's.
         contract: The numeric contract that all of them keep.
         certificate: Which wide kernel calls they may use.
     """
@@ -61,7 +62,7 @@ def assemble(config: Config, mesh: Mesh, device: torch.device) -> Models:
     """
     contract = contract_of(config)
     leaf = Products(contract.row_tile)
-    widths = {config.parallel.tp, config.rollout.tp}
+    widths = {config.parallel.tp} if config.rollout.external else {config.parallel.tp, config.rollout.tp}
     shards = tuple(sorted(contract.virtual_tp // tp for tp in widths))
     wanted = wanted_products(config.model, contract, shards)
     certificate = certify(leaf, wanted, contract.token_block, torch.get_num_threads(), device=device)
@@ -77,7 +78,7 @@ def assemble(config: Config, mesh: Mesh, device: torch.device) -> Models:
         reference = build_model(config.model, training, device)
         copy_bits(trainer, reference)
     engine = None
-    if mesh.rollout_tp is not None:
+    if mesh.rollout_tp is not None and not config.rollout.external:
         alone = Group("rollout_cp", (mesh.world.rank,), 0)
         generating = Wiring(
             Phase.ROLLOUT, contract, products, mesh.rollout_tp, alone, sequence_parallel=False, routes=routes
@@ -87,7 +88,7 @@ def assemble(config: Config, mesh: Mesh, device: torch.device) -> Models:
 
 
 def _fill(model: PolicyModel, config: Config) -> None:
-    """Give a model its initial weights: those at its path, or fresh ones with zeros for heads that pad."""
+    """Give a model its initial weights: those at its path, or fresh ones with zeros for what pads."""
     shape = config.model
     if shape.path is not None:
         load_path(model, shape)

@@ -43,6 +43,17 @@ def weight_entries(model: PolicyModel) -> list[Entry]:
     return shard_entries(named, model.wiring.tp)
 
 
+def digest_of(logical: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the digest that a model has which holds these weights, `weights_digest`'s.
+
+    Args:
+        logical: Each by name, whole: a matrix as all its virtual shards [V, N, K], a norm's weight as [n].
+    """
+    alone = Group("alone", (0,), 0)
+    # One at a time in memory.
+    return digest(entry for name, x in logical for entry in shard_entries([(name, x, x.dim() > 1)], alone))
+
+
 def shard_entries(tensors: Iterable[Named], tp: Group) -> list[Entry]:
     """Hash tensors that `tp` holds as virtual shards, or as copies: in place, then gather 16 bytes a shard.
 

@@ -16,6 +16,7 @@ FREE_KEYS = frozenset(
         "parallel",
         "rollout.tp",
         "rollout.engines",
+        "rollout.timeout_s",
         "device",
         "tracker",
         "launch",
@@ -31,6 +32,8 @@ FREE_KEYS = frozenset(
 
 _LAYOUT_KEYS = frozenset({"micro_batch_size", "parallel", "rollout.tp", "rollout.engines", "device"})
 """Those of them that change no bit because the contract keeps them from it: not where a route is native."""
+_NATIVE_KEYS = frozenset({"rollout.tp", "rollout.engines"})
+"""Those of them that an external engine's bits may depend on."""
 
 LENGTH_KEY = "num_rollouts"
 """How many rollouts there are: it changes where a run ends, not what is common to two runs."""
@@ -43,7 +46,10 @@ _SHOWN = 12
 
 def result_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """List what of a composed config decides the results, as dotted key and plain value."""
-    return {key: value for key, value in _leaves(config) if not _within(key, FREE_KEYS)}
+    rollout = config.get("rollout", {})
+    external = isinstance(rollout, Mapping) and rollout.get("engine", "native") != "native"
+    free = FREE_KEYS - _NATIVE_KEYS if external else FREE_KEYS
+    return {key: value for key, value in _leaves(config) if not _within(key, free)}
 
 
 def result_hash(config: Mapping[str, Any]) -> str:

@@ -105,7 +105,9 @@ class Pair:
     def at_tokens(self, stage: Stage, name: str) -> Found:
         """Compare bit patterns at the tokens that count in both runs."""
         (a, b), (active_a, active_b) = self._wide(name), self._active()
-        both = active_a & active_b
+        # Rows that neither engine showed are all zero, and equal to nothing.
+        shown = stage not in (Stage.ROLLOUT_ROWS, Stage.TRAIN_ROWS) or bool(a.any() or b.any())
+        both = active_a & active_b & shown
         differing = (_bits(a) != _bits(b)) & both
         first = None
         if differing.any():

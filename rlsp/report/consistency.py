@@ -67,7 +67,9 @@ def measure(
     rollout_rows, train_rows = rollout_row_digest[active_mask], train_row_digest[active_mask]
     ulps = ulp_distance(rollout, train)
     missing = active_mask & ~(np.isfinite(rollout_logprob) & np.isfinite(train_logprob))
-    rows_differ = (rollout_row_digest != train_row_digest) & active_mask
+    rows_fed = rollout.size == 0 or bool(rollout_rows.any() and train_rows.any())
+    # Against rows that nobody recorded nothing was compared.
+    rows_differ = (rollout_row_digest != train_row_digest) & active_mask & rows_fed
     bits_differ = (rollout_logprob.view(np.int32) != train_logprob.view(np.int32)) & active_mask
     with np.errstate(invalid="ignore", over="ignore"):
         difference = train.astype(np.float64) - rollout.astype(np.float64)
@@ -86,7 +88,7 @@ def measure(
         alignment_shift_suspected=suspected_shift(rollout_logprob, train_logprob, active_mask),
         rollout_fed=is_fed(rollout, rollout_rows),
         train_fed=is_fed(train, train_rows),
-        rows_fed=rollout.size == 0 or bool(rollout_rows.any() and train_rows.any()),
+        rows_fed=rows_fed,
         first_mismatch=_first(bits_differ, rollout_logprob, train_logprob),
         first_row_mismatch=_first(rows_differ, rollout_row_digest, train_row_digest),
         first_missing=_first(missing, rollout_logprob, train_logprob),

@@ -62,6 +62,11 @@ METRICS = _registry(
     Metric("rollout/response_length_max", "longest response, tokens", Keep.MAX),
     Metric("rollout/response_length_min", "shortest response, tokens", Keep.MIN),
     Metric("rollout/weight_version", "version of the weights that drew the tokens"),
+    Metric(
+        "rollout/weights_found_fraction",
+        "of an external engine: part of the weights found again in its model with the same bits",
+        Keep.MIN,
+    ),
     Metric("reward/mean", "mean reward"),
     Metric("reward/std", "standard deviation of the rewards"),
     Metric("reward/min", "smallest reward", Keep.MIN),

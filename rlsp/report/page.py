@@ -126,11 +126,13 @@ def _compared(source: Source) -> str:
     found = [one for _, one in source.run.compared()]
     if not found:
         return "No token of a rollout could be compared with training."
-    return (
+    said = (
         f"{sum(one.active_tokens for one in found)} tokens compared between rollout and training: "
-        f"{sum(one.mismatched_tokens for one in found)} log-probabilities and "
-        f"{sum(one.mismatched_rows for one in found)} rows of logits differ in a bit."
+        f"{sum(one.mismatched_tokens for one in found)} log-probabilities"
     )
+    if not all(one.rows_fed for one in found):
+        return f"{said} differ in a bit; the rows of logits of one side were not recorded."
+    return f"{said} and {sum(one.mismatched_rows for one in found)} rows of logits differ in a bit."
 
 
 def _summary(source: Source) -> Element:
@@ -142,7 +144,8 @@ def _summary(source: Source) -> Element:
     figures["active tokens"] = str(sum(one.active_tokens for one in run.measured.values()))
     if compared:
         figures["mismatched tokens"] = str(sum(one.mismatched_tokens for one in compared))
-        figures["mismatched rows"] = str(sum(one.mismatched_rows for one in compared))
+        if all(one.rows_fed for one in compared):
+            figures["mismatched rows"] = str(sum(one.mismatched_rows for one in compared))
     if manifest is not None:
         at = manifest.layout
         figures["layout"] = layout_word(cp=at.cp, tp=at.tp, sp=at.sp, dp=at.dp)

@@ -62,7 +62,9 @@ def _measured(source: Source) -> tuple[Series, ...]:
         return ()
     return (
         Series("mismatched tokens", tuple((at, float(one.mismatched_tokens)) for at, one in found)),
-        Series("mismatched rows", tuple((at, float(one.mismatched_rows)) for at, one in found)),
+        Series(
+            "mismatched rows", tuple((at, float(one.mismatched_rows)) for at, one in found if one.rows_fed)
+        ),
         Series(
             "missing tokens", tuple((at, float(one.missing_rollout + one.missing_train)) for at, one in found)
         ),

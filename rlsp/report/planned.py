@@ -36,6 +36,11 @@ class _Rollout(_Open):
     tp: Count
     engines: Count | None
 
+    @property
+    def external(self) -> bool:
+        """Tell whether the engine is not rlsp's own: its bits may differ from training's."""
+        return self.engine != "native"
+
 
 class _Routes(_Open):
     attention: Route
@@ -97,6 +102,8 @@ class Planned(_Open):
         Raises:
             ValueError: There is no such layout.
         """
+        if self.rollout.external:
+            return RolloutLayout(tp=1, engines=1, world_size=self.world_size)
         engines = self.rollout.engines or self.world_size // self.rollout.tp
         return RolloutLayout(tp=self.rollout.tp, engines=engines, world_size=self.world_size)
 
@@ -109,5 +116,10 @@ class Planned(_Open):
 
     @property
     def declared_routes(self) -> dict[str, str]:
-        """Name every operator's route on either side, `train.attention` to `rollout.logp`."""
-        return RoutesConfig(**self.numerics.routes.model_dump()).declared()
+        """Name every operator's route on either side, `train.attention` to `rollout.logp`.
+
+        An external engine's operators have none.
+        """
+        routes = RoutesConfig(**self.numerics.routes.model_dump()).declared()
+        sides = ("train.",) if self.rollout.external else ("train.", "rollout.")
+        return {name: route for name, route in routes.items() if name.startswith(sides)}

@@ -200,10 +200,11 @@ def consistency_metrics(evidence: TokenEvidence) -> dict[str, float]:
     """Return what a row of metrics.jsonl says of a rollout's comparison."""
     measures = MEASURES if evidence.mismatch is not None else ()
     mismatch = {f"mismatch/{name}": getattr(evidence.mismatch, name) for name in measures}
+    rows = {"consistency/mismatched_rows": evidence.mismatched_rows} if evidence.rows_fed else {}
     return {
         "consistency/active_tokens": evidence.active_tokens,
         "consistency/mismatched_tokens": evidence.mismatched_tokens,
-        "consistency/mismatched_rows": evidence.mismatched_rows,
+        **rows,
         "consistency/missing_tokens": evidence.missing_rollout + evidence.missing_train,
         "consistency/max_abs": evidence.max_abs,
         "consistency/mean_abs": evidence.mean_abs,

@@ -165,6 +165,11 @@ class ConsistencyReport(Document):
     total: TotalEvidence
     rollouts: tuple[RolloutRecord, ...]
 
+    @property
+    def mismatched_rows(self) -> int | None:
+        """Count the rows that differ over all rollouts; None where a side recorded none."""
+        return self.total.mismatched_rows if all(one.rows_fed for one in self.rollouts) else None
+
     @model_validator(mode="after")
     def _mismatch_is_of_the_version(self) -> Self:
         stated = {entry.mismatch is not None for entry in (self.total, *self.rollouts)}

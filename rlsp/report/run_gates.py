@@ -46,6 +46,10 @@ def version(run: RunEvidence) -> GateResult:
             )
     if not run.records:
         found.doubts.append("no rollout was recorded")
+    elif run.planned is not None and run.planned.rollout.external:
+        found.notes.append(
+            f"the digest of the engine ({run.planned.rollout.engine}) is of the weights that its loader took"
+        )
     return found.result("version")
 
 

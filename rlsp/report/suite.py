@@ -24,13 +24,14 @@ def table(arms: Sequence[Arm]) -> str:
     """Write the arms as a Markdown table."""
     columns: tuple[tuple[str, Callable[[Arm], str]], ...] = (
         ("arm", lambda a: a.name),
+        ("engine", lambda a: a.engine),
         ("attention, FFN, log-prob", _routes),
         ("old policy", lambda a: "rollout's" if a.reuse else "recomputed"),
         ("verdict", lambda a: a.verdict),
         ("rollouts", lambda a: str(a.rollouts)),
         ("tokens", lambda a: f"{a.active_tokens:,}"),
         ("tokens that differ", lambda a: _share(a.mismatched_tokens, a.active_tokens)),
-        ("rows that differ", lambda a: _share(a.mismatched_rows, a.active_tokens)),
+        ("rows that differ", _rows),
         ("mean abs Δ", lambda a: _small(a.mean_abs)),
         ("max abs Δ", lambda a: _small(a.max_abs)),
         ("KL k3", lambda a: _small(a.kl_k3)),
@@ -50,9 +51,9 @@ def table(arms: Sequence[Arm]) -> str:
 
 
 def sentences(arms: Sequence[Arm], pairs: Iterable[Pair]) -> list[str]:
-    """Say in words what the table shows: strict arms, native arms, pairs."""
-    strict = [arm for arm in arms if set(arm.routes.values()) == {"strict"}]
-    native = [arm for arm in arms if arm not in strict]
+    """Say in words what the table shows: strict arms, arms of native arithmetic or another engine, pairs."""
+    strict = [arm for arm in arms if arm.exact]
+    native = [arm for arm in arms if not arm.exact]
     said = [
         f"{arm.name}: {arm.clean_rollouts} of {arm.rollouts} rollouts without any difference "
         f"({arm.active_tokens:,} tokens, {arm.mismatched_tokens} log-probabilities and "
@@ -63,7 +64,7 @@ def sentences(arms: Sequence[Arm], pairs: Iterable[Pair]) -> list[str]:
         least = min(native, key=lambda arm: arm.mismatched_tokens / max(arm.active_tokens, 1))
         most = max(native, key=lambda arm: arm.max_abs)
         said.append(
-            f"Native routes: the fewest tokens differ in {least.name} "
+            f"Native routes and external engines: the fewest tokens differ in {least.name} "
             f"({_share(least.mismatched_tokens, least.active_tokens)}); "
             f"the largest difference is {_small(most.max_abs)} in {most.name}."
         )
@@ -113,6 +114,10 @@ def passed(arms: Iterable[Arm]) -> bool:
 def _routes(arm: Arm) -> str:
     words = [arm.routes[operator] for operator in ("attention", "ffn", "logp")]
     return words[0] if len(set(words)) == 1 else ", ".join(words)
+
+
+def _rows(arm: Arm) -> str:
+    return "not shown" if arm.mismatched_rows is None else _share(arm.mismatched_rows, arm.active_tokens)
 
 
 def _share(count: int, total: int) -> str:

@@ -32,13 +32,14 @@ class Arm:
 
     Attributes:
         name: The experiment's name.
+        engine: What generated.
         routes: Its declared routes by operator, as they were asked for.
         reuse: Whether the old policy's log-probabilities are the rollout's.
         verdict: What its files give now; a damaged folder is refused before.
         rollouts: Rollouts that are recorded.
         active_tokens: Tokens that were compared.
         mismatched_tokens: Those whose two log-probabilities differ in any bit.
-        mismatched_rows: Those whose full-vocabulary logits differ in any bit.
+        mismatched_rows: Those whose full-vocabulary logits differ in any bit; None of an external engine.
         clean_rollouts: Rollouts without any difference.
         max_abs: Largest |difference| of the two log-probabilities.
         mean_abs: Mean |difference|.
@@ -62,13 +63,14 @@ class Arm:
     """
 
     name: str
+    engine: str
     routes: dict[str, str]
     reuse: bool
     verdict: str
     rollouts: int
     active_tokens: int
     mismatched_tokens: int
-    mismatched_rows: int
+    mismatched_rows: int | None
     clean_rollouts: int
     max_abs: float
     mean_abs: float
@@ -89,6 +91,11 @@ class Arm:
     run_id: str
     command: str
     curves: dict[str, tuple[Point, ...]]
+
+    @property
+    def exact(self) -> bool:
+        """Tell whether its two sides promise the same bits."""
+        return self.engine == "native" and set(self.routes.values()) == {"strict"}
 
     def series(self, metric: str) -> Series:
         """Return one metric over the rollouts, under the arm's name."""
@@ -119,13 +126,14 @@ def read_arm(folder: Path) -> Arm:
     total = report.total
     return Arm(
         name=config.name,
+        engine=config.rollout.engine.value,
         routes=asdict(config.numerics.routes),
         reuse=config.reuse_rollout_logprob,
         verdict=verification.judgement.verdict.value,
         rollouts=len(report.rollouts),
         active_tokens=total.active_tokens,
         mismatched_tokens=total.mismatched_tokens,
-        mismatched_rows=total.mismatched_rows,
+        mismatched_rows=report.mismatched_rows,
         clean_rollouts=sum(not one.mismatched_tokens and not one.mismatched_rows for one in report.rollouts),
         max_abs=total.max_abs,
         mean_abs=total.mean_abs,

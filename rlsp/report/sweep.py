@@ -148,7 +148,7 @@ def _job(sweep_dir: Path, outcome: JobOutcome) -> tuple[SweepJob, Mapping[str, A
         complete=_is_complete(manifest, report),
         active_tokens=report.total.active_tokens if report else None,
         mismatched_tokens=report.total.mismatched_tokens if report else None,
-        mismatched_rows=report.total.mismatched_rows if report else None,
+        mismatched_rows=report.mismatched_rows if report else None,
         weights_digest=last.weights_digest if last else None,
         gradient_norm_bits=_norms(report) if report else None,
         optimizer_digest=last.optimizer_digest if last else None,

@@ -41,6 +41,8 @@ def coverage(run: RunEvidence) -> GateResult:
 def bits(run: RunEvidence) -> GateResult:
     """Ask whether the two log-probabilities of every active token are the same bits."""
     found = Findings()
+    if _is_external(run):
+        found.notes.append(f"the engine ({_engine(run)}) is not rlsp's: its bits may differ from training's")
     for index, tokens in _fed(run, found):
         if tokens.mismatched_tokens == 0:
             continue
@@ -60,6 +62,9 @@ def bits(run: RunEvidence) -> GateResult:
 def rows(run: RunEvidence) -> GateResult:
     """Ask whether the full-vocabulary logits of every active token are the same bits on both sides."""
     found = Findings()
+    if _is_external(run):
+        found.doubts.append(f"not available: the engine ({_engine(run)}) shows no logits")
+        return found.result("rows", judged=False)
     for index, tokens in _fed(run, found):
         if not tokens.rows_fed:
             found.doubts.append(f"rollout {index}: no row digest was recorded")
@@ -105,9 +110,16 @@ def _fed(run: RunEvidence, found: Findings) -> list[tuple[int, TokenEvidence]]:
 
 def _is_strict(run: RunEvidence) -> bool:
     """Tell whether equality was promised: native arithmetic and external engines are allowed to differ."""
-    external = run.planned is not None and run.planned.rollout.engine != "native"
     native = any("native" in record.declared_routes.values() for record in run.records.values())
-    return not external and not native
+    return not _is_external(run) and not native
+
+
+def _is_external(run: RunEvidence) -> bool:
+    return run.planned is not None and run.planned.rollout.external
+
+
+def _engine(run: RunEvidence) -> str:
+    return run.planned.rollout.engine if run.planned else ""
 
 
 def _at(location: TokenLocation | None) -> str:

@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import select
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from numbers import Real
 from typing import Any, Final, Protocol, runtime_checkable
 
+from rlsp.rl.apart import LineProcess, ProcessEndedError
 from rlsp.rl.task import Task
 
 _FLOAT32_MAX: Final = 3.4028234663852886e38
 _SHOWN_CHARS: Final = 400
-_HANG_UP_S: Final = 2.0
-_STACK_S: Final = 0.2  # for a stack to be written before the kill
 
 
 class RewardError(RuntimeError):
@@ -139,19 +133,13 @@ class Apart:
             timeout_s: How long one reward may take, seconds.
         """
         self._command, self._opening, self._timeout_s = list(command), opening, timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pending = b""
+        self._process: LineProcess | None = None
 
     def reward(self, index: int, response: Sequence[int], within_s: float) -> float:
         """Score a response; without an answer in time the process is killed."""
         until_s = time.monotonic() + within_s
         if self._process is None:
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-            )
-            for pipe in (self._process.stdin, self._process.stdout):
-                assert pipe is not None
-                os.set_blocking(pipe.fileno(), False)
+            self._process = LineProcess(self._command)
             self._answer(self._opening, within_s, "start")
         left_s = until_s - time.monotonic()
         request = json.dumps({"index": index, "response": list(response)})
@@ -161,64 +149,28 @@ class Apart:
         """End the process, whatever it does."""
         process, self._process = self._process, None
         if process is not None:
-            self._kill(process)
+            process.kill()
 
     def _answer(self, request: str, within_s: float, what: str) -> dict[str, Any]:
         """Send a line and wait for one."""
         process = self._process
         assert process is not None
-        line = self._exchange(process, f"{request}\n".encode(), time.monotonic() + within_s)
+        process.send(request)
+        try:
+            line = process.receive(within_s)
+        except ProcessEndedError as end:
+            self._process = None
+            raise NoRewardError(f"the process of the reward function {end}") from end
         if line is None:
             self._process = None
-            code = process.poll()
-            late = code is None
-            self._kill(process, stack=late)
-            if late:
-                raise NoRewardError(
-                    f"the reward function did not {what} within {max(within_s, 0):.3g} s and was killed"
-                )
-            raise NoRewardError(f"the process of the reward function {_ended(process.returncode)}")
+            process.kill(stack=True)
+            raise NoRewardError(
+                f"the reward function did not {what} within {max(within_s, 0):.3g} s and was killed"
+            )
         answer: dict[str, Any] = json.loads(line)
         if "fault" in answer:
             raise NoRewardError(answer["fault"], answer["details"])
         return answer
-
-    def _exchange(self, process: subprocess.Popen[bytes], request: bytes, until_s: float) -> bytes | None:
-        """Write a request and read a line; None if the process ended or time is up."""
-        assert process.stdin is not None
-        assert process.stdout is not None
-        to, from_ = process.stdin.fileno(), process.stdout.fileno()
-        while b"\n" not in self._pending:
-            left_s = max(until_s - time.monotonic(), 0.0)
-            readable, writable, _ = select.select([from_], [to] if request else [], [], left_s)
-            if not readable and not writable:
-                return None
-            try:
-                if writable:
-                    request = request[os.write(to, request) :]
-                if readable:
-                    chunk = os.read(from_, 65536)
-                    if not chunk:
-                        _await_end(process)
-                        return None
-                    self._pending += chunk
-            except BrokenPipeError:
-                _await_end(process)
-                return None
-        line, _, self._pending = self._pending.partition(b"\n")
-        return line
-
-    def _kill(self, process: subprocess.Popen[bytes], *, stack: bool = False) -> None:
-        """Kill the process and what it started; let it leave its stack in the log first."""
-        if process.poll() is None:
-            if stack:
-                process.send_signal(signal.SIGUSR1)
-                time.sleep(_STACK_S)
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            pipe.close()
 
 
 def serve(task: Task, requests: Sequence[str] | Any, reply: Callable[[str], object]) -> None:
@@ -246,15 +198,3 @@ def faulty(fault: NoRewardError) -> dict[str, Any]:
     cause = fault.__cause__
     details = [] if cause is None else "".join(traceback.format_exception(cause)).splitlines()[-12:]
     return {"fault": str(fault), "details": details}
-
-
-def _await_end(process: subprocess.Popen[bytes]) -> None:
-    """Let a process that hung up end by itself; one that does not is killed as one that is late."""
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_HANG_UP_S)
-
-
-def _ended(code: int) -> str:
-    if code >= 0:
-        return f"exited with status {code}"
-    return f"was killed by {signal.Signals(-code).name}"

@@ -106,14 +106,16 @@ def hugging_face_weights(model: PolicyModel, shape: ModelConfig) -> Iterator[tup
 
 
 def zero_padding(model: PolicyModel, shape: ModelConfig) -> None:
-    """Set the heads that pad a model's own virtual shards to zero; they then stay zero as it trains.
+    """Set what pads a model's own virtual shards, heads and vocabulary, to zero; it stays zero as it trains.
 
-    Zero queries, keys and values leave zeros; zero columns of the output projection add and learn nothing.
+    Zero queries, keys and values leave zeros; zero columns of the output projection add and learn nothing. No
+    token has the vocabulary's padding, and its logits count nowhere. What is handed out in transformers'
+    names has no padding, so that only zeros come back to the same bits.
     """
     held = {name: parameter for name, parameter, _ in model.named_shards()}
     tp = model.wiring.tp
     with torch.no_grad():
         for weight in weight_plan(shape, model.wiring.contract):
-            if isinstance(weight, Fused) and "self_attention" in weight.name:
+            if isinstance(weight, Fused):
                 for rows in weight.padding(held[weight.name], tp.index, tp.size):
                     rows.zero_()

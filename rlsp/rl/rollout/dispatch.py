@@ -101,6 +101,10 @@ class Rollouts:
                 target[list(share)] = parts[engine * self._layout.tp, : len(share)].cpu()
         return RolloutBatch(*out)
 
+    def metrics(self) -> dict[str, float]:
+        """Return what the metrics say of the engines besides: nothing."""
+        return {}
+
     @property
     def _device(self) -> torch.device:
         return next(self._trainer.parameters()).device

@@ -62,6 +62,12 @@ class Response:
     row_digest: list[int] = field(default_factory=list)
 
 
+def limits_of(sequences: list[Sequence], sampling: Sampling) -> list[int]:
+    """Return how many tokens each sequence's response may have."""
+    most = sampling.max_tokens
+    return [most if s.limit is None else min(s.limit, most) for s in sequences]
+
+
 class NativeEngine:
     """Generate on one engine: the ranks of one rollout TP group, each with the same sequences."""
 
@@ -85,10 +91,7 @@ class NativeEngine:
             One response a sequence, in the given order.
         """
         responses = [Response() for _ in sequences]
-        limits = [
-            min(s.limit, sampling.max_tokens) if s.limit is not None else sampling.max_tokens
-            for s in sequences
-        ]
+        limits = limits_of(sequences, sampling)
         wanted = [i for i, limit in enumerate(limits) if limit > 0]
         if not wanted:
             return responses
