@@ -59,7 +59,7 @@ class GgufRows:
         self._head_dim = None if model.qk_norm else model.head_dim
 
     def pieces(self, name: str, start: int, stop: int) -> Iterator[np.ndarray]:
-        """Yield rows start … stop of a matrix (elements of a vector: all) in order, some at a time.
+        """Yield rows start … stop of a matrix, or elements of a vector, in order, some at a time.
 
         Queries and keys are read by whole heads.
         """
@@ -69,7 +69,7 @@ class GgufRows:
         if self._head_dim is not None and name.endswith(_INTERLEAVED):
             step = max(1, step // self._head_dim) * self._head_dim
         if len(tensor.shape) == 1:
-            yield self._rows(tensor, 0, 1)[0]
+            yield self._rows(tensor, 0, 1)[0, start:stop]
             return
         for first in range(start, stop, step):
             rows = self._rows(tensor, first, min(first + step, stop))

@@ -55,14 +55,14 @@ def open_folder(table: Mapping[str, Stored]) -> Iterator[Folder]:
 
 
 class Folder:
-    """Slices of safetensors files: a read allocates the slice and nothing else."""
+    """Slices of safetensors files, which are mapped: what is copied out of a slice is all that is read."""
 
     def __init__(self, table: Mapping[str, Stored], opened: Mapping[Path, Any]) -> None:
         """Take the files that hold the tensors of `table`, opened."""
         self._table, self._opened = table, opened
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Copy the indices start … stop of dimension `dim` out of the file."""
+        """View the indices start … stop of dimension `dim` in the mapped file."""
         cut = self._opened[self._table[name].file].get_slice(name)
         if start == stop:  # a rank whose heads are all padding
             size = list(cut.get_shape())
