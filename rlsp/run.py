@@ -13,7 +13,7 @@ from rlsp import collectives, determinism
 from rlsp.board import Place
 from rlsp.config import Config, CorrectionKind, DeviceKind, Job
 from rlsp.diagnostics import Diagnostics
-from rlsp.evidence import Evidence, Stopwatch, startup_facts
+from rlsp.evidence import Evidence, startup_facts
 from rlsp.groups import Ledger, Mesh, build_mesh
 from rlsp.model.assemble import Models, assemble
 from rlsp.model.compat import native_layers
@@ -28,6 +28,7 @@ from rlsp.rl.rollout.dispatch import Rollouts
 from rlsp.rl.rollout.native import NativeEngine, Sampling, Sequence
 from rlsp.rl.task import CharacterTokenizer, Task, Tokenizer
 from rlsp.rl.update import Objective, Step, Trainer
+from rlsp.stopwatch import Stopwatch
 from rlsp.task import judge_of, open_task, reward_limit_s
 
 
