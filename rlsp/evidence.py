@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import time
-from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from torch import Tensor
 from rlsp import bits, collectives, determinism
 from rlsp.config import Config, Job
 from rlsp.config.agreed import agreed_hash
-from rlsp.groups import Ledger, Mesh
+from rlsp.groups import Mesh
 from rlsp.model.assemble import Models
 from rlsp.model.weights import weight_entries, weights_digest
 from rlsp.model.wiring import NATIVE, STRICT, Operator, Phase
@@ -30,50 +29,13 @@ from rlsp.report.records import RolloutFacts, float64_bits
 from rlsp.rl.batch import RolloutBatch
 from rlsp.rl.task import Task, Tokenizer
 from rlsp.rl.update import Step
+from rlsp.stopwatch import Stopwatch
 
 ROUTES = [f"{phase.value}.{operator.value}" for phase in Phase for operator in Operator]
 
 
 class DisagreementError(RuntimeError):
     """Ranks that should be alike are not; the message names them."""
-
-
-class Stopwatch:
-    """Measure the parts of one rollout: seconds, and the bytes that this rank received.
-
-    Attributes:
-        laps: Seconds by metric, `time/…_s`.
-        moved: Bytes by (part, axis, operation), as `Ledger.wire` counts them.
-    """
-
-    def __init__(self, ledger: Ledger) -> None:
-        """Start; `ledger` counts what this rank receives."""
-        self._start = self._last = time.monotonic()
-        self._wire, self._before = ledger.wire, ledger.wire.copy()
-        self.laps: dict[str, float] = {}
-        self.moved: Counter[tuple[str, str, str]] = Counter()
-
-    def lap(self, part: str) -> None:
-        """Book what was since the last lap under `part`."""
-        now, name = time.monotonic(), f"time/{part}_s"
-        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
-        self._last = now
-        for (axis, operation), octets in (self._wire - self._before).items():
-            self.moved[part, axis, operation] += octets
-        self._before = self._wire.copy()
-
-    @property
-    def bytes_moved(self) -> dict[str, int]:
-        """Return the bytes by metric, `comm/…_bytes`."""
-        return {
-            f"comm/{part}_bytes": sum(n for (of, _, _), n in self.moved.items() if of == part)
-            for part in (name.removeprefix("time/").removesuffix("_s") for name in self.laps)
-        }
-
-    @property
-    def total_s(self) -> float:
-        """Return the time since the start."""
-        return time.monotonic() - self._start
 
 
 def startup_facts(

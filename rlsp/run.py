@@ -18,7 +18,7 @@ from rlsp.checkpoints import Checkpoints
 from rlsp.config import Config, CorrectionKind, DeviceKind, Job
 from rlsp.diagnostics import Diagnostics
 from rlsp.engines import described, start_engine
-from rlsp.evidence import Evidence, Stopwatch, startup_facts
+from rlsp.evidence import Evidence, startup_facts
 from rlsp.groups import Ledger, Mesh, build_mesh
 from rlsp.layout import padded_groups
 from rlsp.model.assemble import Models, assemble
@@ -36,6 +36,7 @@ from rlsp.rl.rollout.external import ExternalRollouts, Wiring
 from rlsp.rl.rollout.native import NativeEngine, Sampling, Sequence
 from rlsp.rl.task import Task, Tokenizer
 from rlsp.rl.update import Objective, Step, Trainer
+from rlsp.stopwatch import Stopwatch
 from rlsp.task import judge_of, open_task, reward_limit_s
 
 

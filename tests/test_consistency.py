@@ -437,6 +437,6 @@ def test_infinite_gradients_survive_the_round_trip(tmp_path):
 
 
 def test_metric_names_have_a_known_section_and_a_description():
-    sections = {"train", "rollout", "reward", "consistency", "mismatch", "time", "memory"}
+    sections = {"train", "rollout", "reward", "consistency", "mismatch", "time", "memory", "comm"}
     assert {name.split("/")[0] for name in METRICS} == sections
     assert all(metric.description for metric in METRICS.values())

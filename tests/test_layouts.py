@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rlsp import collectives
 from rlsp.config import Config, Job
-from rlsp.evidence import DisagreementError, Evidence, Stopwatch
+from rlsp.evidence import DisagreementError, Evidence
 from rlsp.groups import Ledger
 from rlsp.layout import Layout
 from rlsp.model import linear
@@ -38,6 +38,7 @@ from rlsp.model.weights import ReplicaDriftError, weights_digest
 from rlsp.numerics.certificate import Certificate
 from rlsp.rl import update
 from rlsp.rl.batch import RolloutBatch
+from rlsp.stopwatch import Stopwatch
 from rlsp.summation import Rule, Span
 
 # 30, 31, 33 and 34 tokens: no layout divides them; 70 crosses two blocks; one draws one token, one none.

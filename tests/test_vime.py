@@ -16,8 +16,8 @@ from torch import Tensor
 from rlsp.bits import same_bits
 from rlsp.cli.compose import conf_dir
 from rlsp.groups import Group
+from rlsp.integrations.refusal import UnavailableError
 from rlsp.integrations.vime import Provider, Result, provider
-from rlsp.integrations.vime_request import UnavailableError
 from rlsp.model.head import OutputLayer, Vocabulary, score_tokens
 from rlsp.model.wiring import Phase, Wiring
 from rlsp.numerics.certificate import Sharded, certify
@@ -382,6 +382,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: of_logits(logits_of(5, FP32), targets_of(5), metadata={}),
         "real_size must be an integer",
     ),
+    "metadata": (lambda: asked(*good(), metadata=["tp_rank"]), "metadata must be a mapping"),
     "a rank that is not": (lambda: asked(*good(), metadata={"tp_rank": 1}), r"metadata\['tp_rank'\] is 1"),
     "ranks that are not": (lambda: asked(*good(), metadata={"tp_world_size": 2}), "tp_world_size"),
     "no temperature": (lambda: asked(*good(), temperature=0.0), "temperature must be positive"),

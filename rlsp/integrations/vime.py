@@ -18,7 +18,8 @@ from torch import Tensor
 
 from rlsp import collectives
 from rlsp.groups import Group, Ledger
-from rlsp.integrations.vime_request import Asked, UnavailableError, agree, read
+from rlsp.integrations.refusal import UnavailableError, agree
+from rlsp.integrations.vime_request import Asked, read
 from rlsp.model.gradients import Differentiable
 from rlsp.model.head import Vocabulary, score_tokens
 from rlsp.model.linear import reduce_rows

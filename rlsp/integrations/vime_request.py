@@ -1,8 +1,7 @@
-"""vime's request to a log-prob provider, read structurally: all violations at once, on every rank alike."""
+"""vime's request to a log-prob provider, read structurally: all violations at once."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,17 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsp import collectives
 from rlsp.groups import Group
 
 DTYPES = (torch.float32, torch.bfloat16)
-TEXT_BYTES = 2048  # of what one rank tells the others: the message is padded to more than that anyway
-
-
-class UnavailableError(RuntimeError):
-    """Refuse what cannot be honoured; in vime's auto mode the attribute asks for vime's own path."""
-
-    linear_logp_provider_unavailable = True
 
 
 @dataclass(frozen=True)
@@ -139,45 +130,6 @@ def read(request: Any, tp: Group, virtual_tp: int) -> tuple[Asked | None, list[s
     ), []
 
 
-def agree(facts: Mapping[str, object], refused: list[str], tp: Group, device: torch.device) -> None:
-    """Exchange, once, what every rank was asked and whether it can do it.
-
-    Args:
-        facts: What must be the same on all ranks, by name; empty where this rank refuses.
-        refused: This rank's violations.
-        tp: The ranks.
-        device: Where the message lies.
-
-    Raises:
-        UnavailableError: On every rank alike, where one refuses or two were asked different things.
-    """
-    if tp.size == 1:
-        if refused:
-            raise UnavailableError("; ".join(refused))
-        return
-    text = "; ".join(refused).encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-    names = sorted(facts)
-    hashes = [_hash(facts[name]) for name in names] if not refused else []
-    said = torch.tensor([*hashes, *[0] * (32 - len(hashes))], dtype=torch.int64, device=device)
-    words = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    every_hash, every_text = (x.cpu() for x in collectives.gather_many([said, words], tp))
-    texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in every_text]
-    if any(texts):
-        raise UnavailableError(
-            "; ".join(f"rank {rank}: {text}" for rank, text in zip(tp.ranks, texts, strict=True) if text)
-        )
-    rows = every_hash.tolist()
-    odd = [
-        f"{name} (ranks {[rank for rank, row in zip(tp.ranks, rows, strict=True) if row[i] != rows[0][i]]})"
-        for i, name in enumerate(names)
-        if any(row[i] != rows[0][i] for row in rows)
-    ]
-    if odd:
-        raise UnavailableError(
-            f"ranks of one tensor-parallel group differ from rank {tp.ranks[0]} in: {', '.join(odd)}"
-        )
-
-
 def _unsupported(request: Any, context: Any) -> list[str]:
     bad = []
     if getattr(request, "log_prob_keep_mask", None) is not None:
@@ -238,6 +190,8 @@ def _partition(
 ) -> tuple[Partition | None, list[str]]:
     """Return this rank's columns: the context's, or rank-contiguous ones of the metadata's sizes."""
     metadata = getattr(request, "metadata", None) or {}
+    if not isinstance(metadata, Mapping):
+        return None, ["metadata must be a mapping"]
     given = getattr(context, "vocab_partition", None)
     logits, _, weight = matrices
     width = logits.shape[1] if logits is not None and logits.dim() == 2 else 0
@@ -319,8 +273,3 @@ def _token_layout(layout: Any) -> tuple[tuple[int, int, str], list[str]]:
 
 def _octets(x: Tensor) -> bytes:
     return x.detach().cpu().contiguous().numpy().tobytes()
-
-
-def _hash(value: object) -> int:
-    octets = value if isinstance(value, bytes) else repr(value).encode()
-    return int.from_bytes(hashlib.sha256(octets).digest()[:8], "little", signed=True)
