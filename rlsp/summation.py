@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlsp import collectives
 from rlsp.groups import Group
-from rlsp.numerics.fixed import from_fixed, leaf_bound, to_fixed, vanished, within
+from rlsp.numerics.fixed import add_leaves, from_fixed, leaf_bound, to_fixed, vanished, within
 
 METRIC_LSBS = (32, 8)
 METRIC_ADDENDS = 1 << 20  # of one metric and step, over all ranks, for which the sum cannot overflow
@@ -121,17 +121,16 @@ class TokenSum:
 
     def add(self, leaves: Tensor) -> None:
         """Add float leaves [L, *shape of the weight]."""
-        self.total += self._fixed(leaves).sum(dim=0)
+        inside, counts = add_leaves(self.total, leaves, self.lsb, self._bound)
+        self.guard.note(self.name, inside)
+        self.counts += counts
 
     def add_rows(self, rows: Tensor, leaves: Tensor) -> None:
         """Add float leaves [L, H] to the rows `rows` (int64 [L]) of the weight seen as [rows, H]."""
-        self.total.view(-1, leaves.shape[-1]).index_add_(0, rows, self._fixed(leaves))
-
-    def _fixed(self, leaves: Tensor) -> Tensor:
         self.guard.note(self.name, within(leaves, self._bound))
         fixed = to_fixed(leaves, self.lsb)
         self.counts += vanished(leaves, fixed)
-        return fixed
+        self.total.view(-1, leaves.shape[-1]).index_add_(0, rows, fixed)
 
 
 def reduce_sums(sums: list[TokenSum], tokens: Group, world: Group) -> float:

@@ -16,7 +16,7 @@ from rlsp.model.attention import _sum_over_context
 from rlsp.model.wiring import Wiring
 from rlsp.numerics.attention import KeyValueGradient
 from rlsp.numerics.fixed import from_fixed, to_fixed
-from rlsp.numerics.products import Products, widened
+from rlsp.numerics.products import Combine, Products, widened
 from rlsp.summation import TokenSum
 
 Patch = Callable[[], Any]
@@ -39,14 +39,14 @@ class Plant:
     tensor: str | None = None
 
 
-def one_product_over_the_local_k(self: Products, x: Tensor, weight: Tensor) -> Tensor:
+def one_product_over_the_local_k(self: Products, x: Tensor, weight: Tensor, combine: Combine) -> Tensor:
     """Multiply a row-parallel layer's local shard in one product: its partial sum depends on TP."""
-    return (widened(x) @ widened(weight.permute(1, 0, 2)).flatten(1).t()).unsqueeze(0)
+    return combine((widened(x) @ widened(weight.permute(1, 0, 2)).flatten(1).t()).unsqueeze(0))
 
 
-def one_product_over_the_local_n(self: Products, dy: Tensor, weight: Tensor) -> Tensor:
+def one_product_over_the_local_n(self: Products, dy: Tensor, weight: Tensor, combine: Combine) -> Tensor:
     """Multiply a column-parallel layer's local output gradient in one product."""
-    return (widened(dy) @ widened(weight).flatten(0, 1)).unsqueeze(0)
+    return combine((widened(dy) @ widened(weight).flatten(0, 1)).unsqueeze(0))
 
 
 def statistics_of_the_rank(x: Tensor, valid: Tensor) -> Tensor:

@@ -1,15 +1,27 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numeric_data import mixed, one_after_the_other
+from torch import Tensor
 
 from rlsp.bits import same_bits
-from rlsp.numerics.fixed import from_fixed, leaf_bound, to_fixed, vanished, within
+from rlsp.numerics import fixed
+from rlsp.numerics.fixed import (
+    Scratch,
+    UnitAdder,
+    add_leaves,
+    from_fixed,
+    leaf_bound,
+    to_fixed,
+    vanished,
+    within,
+)
 
 LSB = 40
 seeds = st.integers(0, 1 << 30)
@@ -93,3 +105,44 @@ def test_conversion_alone_hides_a_breach(value: float) -> None:
 def test_vanished_elements_are_counted() -> None:
     leaves = torch.tensor([[0.0, 1.0, 2.0**-42], [-(2.0**-50), -0.0, 2.0**-40]])
     assert vanished(leaves, to_fixed(leaves, LSB)).tolist() == [4, 2]
+
+
+def added(leaves: Tensor) -> tuple[Tensor, Tensor, bool]:
+    total = torch.zeros(leaves.shape[1:], dtype=torch.int64)
+    inside, counts = add_leaves(total, leaves, LSB, 2.0**22)
+    return total, counts, bool(inside)
+
+
+@given(seeds, st.integers(0, 9), st.sampled_from([1, 7, 24, 100]), st.sampled_from([0.0, 11.0, 13.0, 21.0]))
+def test_leaves_are_added_as_their_integers_are(seed: int, count: int, width: int, exponent: float) -> None:
+    """Small ones in float64, large ones as integers: the bound of 2^53 units is crossed on the way."""
+    leaves = (mixed(seed, max(count, 1), width) * 2.0**exponent)[:count]
+    with mock.patch.object(fixed, "PIECE_ELEMENTS", 48):
+        total, counts, inside = added(leaves)
+    units = to_fixed(leaves, LSB)
+    assert same_bits(total, units.sum(dim=0))
+    assert same_bits(counts, vanished(leaves, units))
+    assert inside == bool(within(leaves, 2.0**22))
+
+
+def test_float64_alone_would_lose_units_of_large_leaves() -> None:
+    """The witness: why an adder asks for the largest leaf."""
+    leaves = torch.tensor([2.0**21, 2.0**-LSB, 2.0**-LSB])
+    exact = to_fixed(leaves, LSB).sum()
+    assert int(added(leaves.unsqueeze(1))[0]) == int(exact)
+    assert int((leaves.double() * 2.0**LSB).sum()) != int(exact)
+
+
+def test_an_adder_adds_at_any_dimension_and_over_many_calls() -> None:
+    adder = UnitAdder((3, 5), LSB, Scratch(torch.device("cpu")))
+    leaves = mixed(3, 3, 4 * 5).view(3, 4, 5) * 2.0**10
+    for _ in range(9):
+        adder.add(leaves, 1)
+    assert same_bits(adder.total(), to_fixed(leaves, LSB).sum(dim=1) * 9)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30, 2.0**22])
+def test_a_leaf_out_of_bound_is_seen_in_the_sum_of_leaves(value: float) -> None:
+    leaves = torch.zeros(3, 5)
+    leaves[1, 3] = value
+    assert not added(leaves)[2]

@@ -27,6 +27,7 @@ from rlsp.model.compat import lone_group
 from rlsp.model.embedding import LanguageModelEmbedding
 from rlsp.model.gradients import ExactParameter, NativeParameter, Weight
 from rlsp.model.head import OutputLayer, TokenScores, Vocabulary, score_tokens
+from rlsp.model.large_vocabulary import WHOLE_LOGITS, score_hidden
 from rlsp.model.linear import ColumnParallelLinear, RowParallelLinear
 from rlsp.model.native import (
     NativeColumnParallelLinear,
@@ -91,6 +92,18 @@ class PolicyModel(nn.Module):
         """Return the targets' scores by the declared route; `head.score_tokens` says what they are."""
         score = native_scores if self.wiring.native(Operator.LOGP) else score_tokens
         return score(logits, targets, temperature, self.vocabulary, self.wiring)
+
+    def hidden_scores(self, hidden: Tensor, targets: Tensor, temperature: float) -> TokenScores:
+        """Return the targets' scores for hidden states [s(/tp), b, H], without keeping logits that are large.
+
+        A recorder that listens gets the logits whole.
+        """
+        small = targets.numel() * self.vocabulary.valid.numel() <= WHOLE_LOGITS
+        if small or self.wiring.native(Operator.LOGP) or self.wiring.tap.recorder is not None:
+            return self.scores(self.logits(hidden), targets, temperature)
+        tied = self.gpt.share_embeddings_and_output_weights
+        holder = self.gpt.embedding.word_embeddings if tied else self.gpt.output_layer
+        return score_hidden(hidden, holder.weight, targets, temperature, self.vocabulary, self.wiring)
 
     def named_shards(self) -> Iterator[tuple[str, Weight, bool]]:
         """Yield (name, parameter, sharded) in name order; sharded is [V_local, ...], else all have a copy.

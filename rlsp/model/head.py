@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,11 @@ class Vocabulary:
         first = local * wiring.tp.index
         columns = torch.arange(first, first + local, device=device).view(shards, -1)
         return cls(first, vocab_size, columns < vocab_size)
+
+    def column(self, targets: Tensor) -> Tensor:
+        """Return each target's column among this rank's, −1 where another rank owns it: int64 [T]."""
+        local = targets - self.first
+        return torch.where((local >= 0) & (local < self.valid.numel()), local, -1)
 
     def by_shard(self, logits: Tensor) -> Tensor:
         """View logits [..., V_local·n] as [T, V_local, n]."""
@@ -107,27 +112,15 @@ class _Scores(Differentiable):
         wiring: Wiring,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gather statistics, the target's logit and row digests in one message."""
-        shards = vocabulary.by_shard(logits)
-        x = logprob.tempered(shards, temperature, vocabulary.valid)
-        local = targets - vocabulary.first
-        owned = (local >= 0) & (local < vocabulary.valid.numel())
-        column = torch.where(owned, local, 0)
-        picked = torch.where(owned, x.flatten(1).gather(1, column.unsqueeze(1)).squeeze(1), 0.0)
-        digest = bits.row_digest(shards.flatten(1), vocabulary.first, vocabulary.size)
-        statistics, every_digest, every_picked = share(
-            wiring, (logprob.shard_statistics(x, vocabulary.valid),), (digest, picked)
-        )
-        owner = torch.div(targets, vocabulary.valid.numel(), rounding_mode="floor")
-        target_logit = every_picked.gather(0, owner.unsqueeze(0)).squeeze(0)
-        logp, entropy, log_sum = logprob.merge(statistics, target_logit)
-        ctx.save_for_backward(x, log_sum, entropy, torch.where(owned, local, -1))
+        x, found = local_scores(logits, targets, temperature, vocabulary)
+        logp, entropy, log_sum, digest_sum = merged_scores(found, targets, vocabulary, wiring)
+        ctx.save_for_backward(x, log_sum, entropy, vocabulary.column(targets))
         ctx.vocabulary, ctx.temperature, ctx.shape, ctx.dtype = (
             vocabulary,
             temperature,
             logits.shape,
             logits.dtype,
         )
-        digest_sum = every_digest.sum(dim=0)
         ctx.mark_non_differentiable(digest_sum)
         return logp, entropy, digest_sum
 
@@ -139,6 +132,44 @@ class _Scores(Differentiable):
         x, log_sum, entropy, target = ctx.saved_tensors
         grad = logprob.back(x, ctx.vocabulary.valid, log_sum, entropy, target, dlogp, dentropy)
         return (grad / ctx.temperature).to(ctx.dtype).view(ctx.shape), None, None, None, None
+
+
+class LocalScores(NamedTuple):
+    """What this rank's columns say of some rows.
+
+    Attributes:
+        statistics: float32 [T, V_local, 3], of `logprob.shard_statistics`.
+        digest: int64 [T].
+        picked: float32 [T], the target's tempered logit; 0 where another rank owns the column.
+    """
+
+    statistics: Tensor
+    digest: Tensor
+    picked: Tensor
+
+
+def local_scores(
+    logits: Tensor, targets: Tensor, temperature: float, vocabulary: Vocabulary
+) -> tuple[Tensor, LocalScores]:
+    """Return the tempered logits, float32 [T, V_local, n], of [..., V_local·n], and their reductions."""
+    shards = vocabulary.by_shard(logits)
+    x = logprob.tempered(shards, temperature, vocabulary.valid)
+    column = vocabulary.column(targets)
+    owned = column >= 0
+    at = torch.where(owned, column, 0).unsqueeze(1)
+    picked = torch.where(owned, x.flatten(1).gather(1, at).squeeze(1), 0.0)
+    digest = bits.row_digest(shards.flatten(1), vocabulary.first, vocabulary.size)
+    return x, LocalScores(logprob.shard_statistics(x, vocabulary.valid), digest, picked)
+
+
+def merged_scores(
+    found: LocalScores, targets: Tensor, vocabulary: Vocabulary, wiring: Wiring
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Exchange what all ranks' columns say; return log-probability, entropy, normaliser and row digest."""
+    every, every_digest, every_picked = share(wiring, (found.statistics,), (found.digest, found.picked))
+    owner = torch.div(targets, vocabulary.valid.numel(), rounding_mode="floor")
+    target_logit = every_picked.gather(0, owner.unsqueeze(0)).squeeze(0)
+    return *logprob.merge(every, target_logit), every_digest.sum(dim=0)
 
 
 def share(wiring: Wiring, by_shard: tuple[Tensor, ...], by_rank: tuple[Tensor, ...]) -> list[Tensor]:

@@ -13,6 +13,9 @@ from rlsp.model.wiring import STRICT, Site, Wiring
 from rlsp.numerics.tree import tree_sum
 from rlsp.summation import Rule, Span
 
+# Of the gradient leaves that are computed before they are summed: 8 MiB of float32.
+LEAF_ELEMENTS = 1 << 21
+
 
 class ShardedLinear(nn.Module):
     """Hold a weight as virtual shards [V_local, N, K]; refuse what the contract cannot keep."""
@@ -118,7 +121,7 @@ class _Column(Differentiable):
         full = collectives.gather(x, wiring.tp, dim=0) if wiring.sequence_parallel else x
         ctx.save_for_backward(full, weight)
         ctx.wiring = wiring
-        return wiring.products.column(rows(full), weight).to(x.dtype).view(*full.shape[:2], -1)
+        return wiring.products.column(rows(full), weight, x.dtype).view(*full.shape[:2], -1)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
@@ -126,7 +129,7 @@ class _Column(Differentiable):
         full, weight = ctx.saved_tensors
         wiring: Wiring = ctx.wiring
         v = weight.shape[0]
-        partial = tree_sum(wiring.products.column_back(rows(dy), weight)).view(full.shape)
+        partial = wiring.products.column_back(rows(dy), weight, tree_sum).view(full.shape)
         add_token_leaves(wiring, weight, by_shard(dy, v), by_shard(full, 1))
         return reduce_rows(partial, wiring).to(full.dtype), None, None
 
@@ -139,7 +142,7 @@ class _Row(Differentiable):
         """Sum the local subtree, then the ranks' part of the same tree, then round once."""
         ctx.save_for_backward(x, weight)
         ctx.wiring = wiring
-        partial = tree_sum(wiring.products.row(rows(x), weight)).view(*x.shape[:2], -1)
+        partial = wiring.products.row(rows(x), weight, tree_sum).view(*x.shape[:2], -1)
         return reduce_rows(partial, wiring).to(x.dtype)
 
     @staticmethod
@@ -148,7 +151,7 @@ class _Row(Differentiable):
         x, weight = ctx.saved_tensors
         wiring: Wiring = ctx.wiring
         full = collectives.gather(dy, wiring.tp, dim=0) if wiring.sequence_parallel else dy
-        dx = wiring.products.row_back(rows(full), weight).to(x.dtype).view(x.shape)
+        dx = wiring.products.row_back(rows(full), weight, x.dtype).view(x.shape)
         add_token_leaves(wiring, weight, by_shard(full, 1), by_shard(x, weight.shape[0]))
         return dx, None, None
 
@@ -180,13 +183,22 @@ def add_token_leaves(wiring: Wiring, weight: ExactParameter, dy: Tensor, x: Tens
         x: [s, b, V or 1, K] inputs.
     """
     block = wiring.contract.token_block
-    left, right = _cut(dy, block), _cut(x, block)
-    at_once = max(1, (1 << 23) // weight.numel())  # bounds the leaves' temporary to 64 MiB of int64
+    add_token_products(wiring, weight, leaves_of(dy, block), leaves_of(x, block))
+
+
+def add_token_products(wiring: Wiring, weight: ExactParameter, left: Tensor, right: Tensor) -> None:
+    """Add the products of output gradients and inputs that are cut into leaves, [L, block, V or 1, n]."""
+    at_once = max(1, LEAF_ELEMENTS // weight.numel())
     for a, b in zip(left.split(at_once), right.split(at_once), strict=True):
         weight.token_sum.add(wiring.products.token(a, b))
 
 
-def _cut(x: Tensor, block: int) -> Tensor:
+def leaves_of(x: Tensor, block: int) -> Tensor:
     """Cut [s, b, V, n] into leaves [s/block·b, block, V, n]."""
     s, b, v, n = x.shape
     return x.view(s // block, block, b, v, n).transpose(1, 2).reshape(-1, block, v, n)
+
+
+def rows_of(x: Tensor, b: int, block: int) -> Tensor:
+    """Undo `leaves_of` for rows [s/block·b·block, …] into [s·b, …]."""
+    return x.view(-1, b, block, *x.shape[1:]).transpose(1, 2).reshape(x.shape)

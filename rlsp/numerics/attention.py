@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from rlsp.numerics.elementwise import MASKED
-from rlsp.numerics.fixed import to_fixed, within
-from rlsp.numerics.products import Products, fresh, widened
+from rlsp.numerics.fixed import Scratch, UnitAdder
+from rlsp.numerics.products import WIDE_ROWS, Products, fresh, widened
 
 
 @dataclass(frozen=True)
@@ -50,29 +50,45 @@ def block_attention(
         score and the sum of exp(score − maximum), float32 [B, n_q, G, block, 2].
     """
     b, n_q, g, block, d = q.shape
-    rows, keys, values = widened(q).view(b, n_q * g * block, d), widened(k), widened(v)
-    top = rows.new_full((b, n_q * g * block, 1), MASKED)
-    total, out = torch.zeros_like(top), torch.zeros_like(rows)
+    keys, values = widened(k), widened(v)
     visible = _causal(block, g, q.device)
-    for j in range(k.shape[1]):
-        start = _first_at_least(q_blocks, j) * g * block
-        if start == rows.shape[1]:
-            break
-        scores = products.attention(fresh(rows[:, start:]), fresh(keys[:, j]).transpose(1, 2)) * scale
+    parts = [
+        _attend(products, widened(q[:, some]).view(b, -1, d), keys, values, q_blocks[some], scale, visible)
+        for some in _in_turn(n_q, g * block)
+    ]
+    out, softmax = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+    return out.view(b, n_q, g, block, d), softmax.view(b, n_q, g, block, 2)
+
+
+def _attend(
+    products: Products,
+    rows: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    q_blocks: tuple[int, ...],
+    scale: float,
+    visible: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Attend some query blocks, as rows [B, n_q·G·block, D]; return output and softmax, [B, rows, …]."""
+    first = visible.shape[0]  # rows of one query block
+    top = rows.new_full((*rows.shape[:2], 1), MASKED)
+    total, out = torch.zeros_like(top), torch.zeros_like(rows)
+    for j in range(q_blocks[-1] + 1):
+        start = _first_at_least(q_blocks, j) * first
+        scores = products.attention(fresh(rows[:, start:]), fresh(keys[:, j]).transpose(1, 2)).mul_(scale)
         diagonal = _is_diagonal(q_blocks, j)
         if diagonal:
-            scores[:, : g * block] = torch.where(visible, scores[:, : g * block], MASKED)
+            scores[:, :first] = torch.where(visible, scores[:, :first], MASKED)
         old = top[:, start:]
         new = torch.maximum(old, scores.amax(dim=-1, keepdim=True))
-        weights = torch.exp(scores - new)
+        weights = scores.sub_(new).exp_()
         if diagonal:
-            weights[:, : g * block] = torch.where(visible, weights[:, : g * block], 0.0)
+            weights[:, :first] = torch.where(visible, weights[:, :first], 0.0)
         decay = torch.exp(old - new)
         total[:, start:] = total[:, start:] * decay + weights.sum(dim=-1, keepdim=True)
-        out[:, start:] = out[:, start:] * decay + products.attention(weights, fresh(values[:, j]))
+        out[:, start:].mul_(decay).add_(products.attention(weights, fresh(values[:, j])))
         top[:, start:] = new
-    softmax = torch.cat((top, total), dim=-1)
-    return (out / total).view(b, n_q, g, block, d), softmax.view(b, n_q, g, block, 2)
+    return out.div_(total), torch.cat((top, total), dim=-1)
 
 
 def block_attention_back(
@@ -103,32 +119,85 @@ def block_attention_back(
     """
     q, k, v, out, softmax = saved
     b, n_q, g, block, d = q.shape
-    shape = (b, n_q * g * block, d)
-    rows, keys, values = widened(q).view(shape), widened(k), widened(v)
-    grad = widened(dout).view(shape)
-    delta = (grad * out.view(shape)).sum(dim=-1, keepdim=True)
-    top, total = softmax.reshape(b, -1, 2).split(1, dim=-1)
-    dq = torch.zeros_like(rows)
-    dk, dv = (torch.zeros(k.shape, dtype=torch.int64, device=q.device) for _ in range(2))
+    keys, values = widened(k), widened(v)
+    sums = _KeyValueSums(k.shape, lsb, q.device)
     visible = _causal(block, g, q.device)
-    inside = torch.ones((), dtype=torch.bool, device=q.device)
-    for j in range(k.shape[1]):
-        start = _first_at_least(q_blocks, j) * g * block
-        if start == rows.shape[1]:
-            break
-        part, part_grad, key = fresh(rows[:, start:]), fresh(grad[:, start:]), fresh(keys[:, j])
-        scores = products.attention(part, key.transpose(1, 2)) * scale
-        weights = torch.exp(scores - top[:, start:]) / total[:, start:]
+    parts = []
+    for some in _in_turn(n_q, g * block):
+        rows, grad = (widened(x[:, some]).view(b, -1, d) for x in (q, dout))
+        delta = (grad * out[:, some].reshape(grad.shape)).sum(dim=-1, keepdim=True)
+        top, total = softmax[:, some].reshape(b, -1, 2).split(1, dim=-1)
+        pieces = _Rows(rows, grad, delta, top, total)
+        parts.append(_attend_back(products, pieces, keys, values, q_blocks[some], scale, visible, sums))
+    return torch.cat(parts, dim=1).view(b, n_q, g, block, d), sums.gradient(bound)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some query blocks as rows [B, rows, …], and what the backward pass knows of each row."""
+
+    query: Tensor
+    grad: Tensor
+    delta: Tensor
+    top: Tensor
+    total: Tensor
+
+    def since(self, start: int) -> _Rows:
+        """Leave the rows before `start` out."""
+        if start == 0:
+            return self
+        query, grad = fresh(self.query[:, start:]), fresh(self.grad[:, start:])
+        return _Rows(query, grad, *(x[:, start:] for x in (self.delta, self.top, self.total)))
+
+
+def _attend_back(
+    products: Products,
+    every: _Rows,
+    keys: Tensor,
+    values: Tensor,
+    q_blocks: tuple[int, ...],
+    scale: float,
+    visible: Tensor,
+    sums: _KeyValueSums,
+) -> Tensor:
+    """Return dQ of some query blocks, [B, rows, D], and add their leaves of dK and dV."""
+    first = visible.shape[0]  # rows of one query block
+    dq = torch.zeros_like(every.query)
+    for j in range(q_blocks[-1] + 1):
+        start = _first_at_least(q_blocks, j) * first
+        part, key = every.since(start), fresh(keys[:, j])
+        scores = products.attention(part.query, key.transpose(1, 2)).mul_(scale)
+        weights = scores.sub_(part.top).exp_().div_(part.total)
         if _is_diagonal(q_blocks, j):
-            weights[:, : g * block] = torch.where(visible, weights[:, : g * block], 0.0)
-        dweights = products.attention(part_grad, fresh(values[:, j]).transpose(1, 2))
-        dscores = weights * (dweights - delta[:, start:]) * scale
+            weights[:, :first] = torch.where(visible, weights[:, :first], 0.0)
+        dweights = products.attention(part.grad, fresh(values[:, j]).transpose(1, 2))
+        dscores = dweights.sub_(part.delta).mul_(weights).mul_(scale)
         dq[:, start:] += products.attention(dscores, key)
-        for exact, left, right in ((dk, dscores, part), (dv, weights, part_grad)):
-            leaves = products.attention_token(left.view(-1, g * block, block), right.view(-1, g * block, d))
-            inside = inside & within(leaves, bound)
-            exact[:, j] += to_fixed(leaves, lsb).view(b, -1, block, d).sum(dim=1)
-    return dq.view(b, n_q, g, block, d), KeyValueGradient(dk, dv, inside)
+        for side, left, right in ((sums.dk, dscores, part.query), (sums.dv, weights, part.grad)):
+            leaves = products.attention_token(
+                left.view(-1, first, left.shape[-1]), right.view(-1, first, right.shape[-1])
+            )
+            sums.add(side[j], leaves, keys.shape[0])
+    return dq
+
+
+class _KeyValueSums:
+    """Add the leaves of dK and dV exactly, and remember the largest."""
+
+    def __init__(self, shape: torch.Size, lsb: int, device: torch.device) -> None:
+        """Start from zeros of `shape` [B, n_k, block, D]."""
+        b, n_k, *leaf = shape
+        self._extents, scratch = [torch.zeros((), device=device)], Scratch(device)
+        self.dk, self.dv = ([UnitAdder((b, *leaf), lsb, scratch) for _ in range(n_k)] for _ in range(2))
+
+    def add(self, side: UnitAdder, leaves: Tensor, b: int) -> None:
+        """Add leaves [B·n_q, block, D] to a key block's sum."""
+        self._extents.append(side.add(leaves.view(b, -1, *leaves.shape[1:]), 1)[0])
+
+    def gradient(self, bound: float) -> KeyValueGradient:
+        """Return the sums, and whether every leaf was below `bound`."""
+        dk, dv = (torch.stack([block.total() for block in side], dim=1) for side in (self.dk, self.dv))
+        return KeyValueGradient(dk, dv, torch.stack(self._extents).amax() < bound)
 
 
 def cached_attention(
@@ -176,6 +245,12 @@ def _tiled(products: Products, rows: Tensor, w: Tensor) -> Tensor:
     padded.view(b, n_k, tiles, depth)[:, :, :r] = rows
     out = products.attention(padded, w.reshape(b * n_k, depth, w.shape[3]))
     return out.view(b, n_k, tiles, -1)[:, :, :r]
+
+
+def _in_turn(n_q: int, rows: int) -> list[slice]:
+    """Cut query blocks of `rows` rows into runs whose scores fit the cache and one wide call."""
+    at_once = max(1, WIDE_ROWS // rows)
+    return [slice(first, first + at_once) for first in range(0, n_q, at_once)]
 
 
 def _causal(block: int, group: int, device: torch.device) -> Tensor:

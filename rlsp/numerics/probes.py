@@ -141,7 +141,7 @@ def probes(
     """
     n, k = shape.n, shape.k
     if shape.product is Product.TOKEN:
-        return [_token(n, k, counts, token_block, device)]
+        return [_token(n, k, counts, token_block, device, sharded) for sharded in ("output", "input")]
     if shape.product is Product.ATTENTION_TOKEN:
         return [_attention_token(n, k, size * n, device) for size in GROUP_SIZES]
     depth, width = (n, k) if shape.product in (Product.COLUMN_BACK, Product.ROW_BACK) else (k, n)
@@ -154,12 +154,15 @@ def probes(
     return [by_key, by_value, MaskedProbe(by_key, True), MaskedProbe(by_value, False)]
 
 
-def _token(n: int, k: int, counts: tuple[int, ...], block: int, device: torch.device) -> TokenProbe:
+def _token(
+    n: int, k: int, counts: tuple[int, ...], block: int, device: torch.device, sharded: str
+) -> TokenProbe:
     left, right = cancelling(n, k, block, 20, device)
     dy, x = left.t().reshape(1, block, 1, n), right.t().reshape(1, block, 1, k)
 
     def call(products: Products, leaves: int, v: int) -> Tensor:
-        return products.token(dy.expand(leaves, -1, v, -1), x.expand(leaves, -1, -1, -1))
+        outputs, inputs = (v, 1) if sharded == "output" else (1, v)
+        return products.token(dy.expand(leaves, -1, outputs, -1), x.expand(leaves, -1, inputs, -1))
 
     room = {v: max(1, WIDE_LEAF_ELEMENTS // (v * n * k)) for v in counts}
     sizes = tuple((leaves, v) for v in counts for leaves in sorted({min(size, room[v]) for size in LEAVES}))

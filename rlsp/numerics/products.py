@@ -22,6 +22,9 @@ WIDE_ROWS = 128
 WIDE_ELEMENTS = 1 << 24  # of one wide call's output, at most, unless one row tile has more: 64 MiB of float32
 
 
+Combine = Callable[[Tensor], Tensor]
+
+
 class Product(Enum):
     """The products of a model, by what they sum over."""
 
@@ -59,83 +62,88 @@ class Products:
         """Return these products with `shapes` allowed on the wide path."""
         return replace(self, wide=shapes)
 
-    def column(self, x: Tensor, weight: Tensor) -> Tensor:
+    def column(self, x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Multiply rows by every virtual shard of a column-parallel weight, whole K inside one leaf.
 
         Args:
             x: [T, K].
             weight: [V, N, K], one contiguous shard after the other.
+            dtype: What the float32 product is rounded to.
 
         Returns:
-            [T, V·N] float32.
+            [T, V·N] in `dtype`.
         """
         v, n, k = weight.shape
-        rows, w = self._tiles(x), widened(weight)
+        w = widened(weight)
         if Shape(Product.COLUMN, n, k) in self.wide:
-            return self._in_turn(torch.mm, rows, w.view(v * n, k).t())[: x.shape[0]]
-        out = [self._by_tile(rows, w[i].t()) for i in range(v)]
-        return torch.stack(out, dim=1)[: x.shape[0]].reshape(x.shape[0], v * n)
+            whole = w.view(v * n, k).t()
+            return self._in_turn(x, v * n, lambda rows: torch.mm(self._tiles(rows), whole), dtype)
+        return self._leaf_by_leaf(x, [w[i].t() for i in range(v)]).to(dtype)
 
-    def row_back(self, dy: Tensor, weight: Tensor) -> Tensor:
+    def row_back(self, dy: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Multiply rows by every virtual shard of a row-parallel weight transposed, whole N inside one leaf.
 
         Args:
             dy: [T, N].
             weight: [V, N, K].
+            dtype: What the float32 product is rounded to.
 
         Returns:
-            [T, V·K] float32.
+            [T, V·K] in `dtype`.
         """
         v, n, k = weight.shape
-        rows, w = self._tiles(dy), widened(weight)
+        w = widened(weight)
         if Shape(Product.ROW_BACK, n, k) in self.wide:
-            return self._in_turn(torch.mm, rows, w.permute(1, 0, 2).reshape(n, v * k))[: dy.shape[0]]
-        out = [self._by_tile(rows, w[i]) for i in range(v)]
-        return torch.stack(out, dim=1)[: dy.shape[0]].reshape(dy.shape[0], v * k)
+            whole = w.permute(1, 0, 2).reshape(n, v * k)
+            return self._in_turn(dy, v * k, lambda rows: torch.mm(self._tiles(rows), whole), dtype)
+        return self._leaf_by_leaf(dy, list(w)).to(dtype)
 
-    def row(self, x: Tensor, weight: Tensor) -> Tensor:
+    def row(self, x: Tensor, weight: Tensor, combine: Combine | None = None) -> Tensor:
         """Leave one partial product a virtual shard of a row-parallel weight.
 
         Args:
             x: [T, V·K].
             weight: [V, N, K].
+            combine: Takes the leaves of some rows, [V, t, N], to [t, N] while they are in the cache.
 
         Returns:
-            Leaves [V, T, N] float32; their tree sum is the layer's output.
+            Leaves [V, T, N] float32, whose tree sum is the layer's output; [T, N] where they are combined.
         """
-        v, n, k = weight.shape
-        return self._leaves(x, widened(weight).transpose(1, 2), v, Shape(Product.ROW, n, k))
+        _, n, k = weight.shape
+        return self._leaves(x, widened(weight).transpose(1, 2), Shape(Product.ROW, n, k), combine)
 
-    def column_back(self, dy: Tensor, weight: Tensor) -> Tensor:
+    def column_back(self, dy: Tensor, weight: Tensor, combine: Combine | None = None) -> Tensor:
         """Leave one partial input gradient a virtual shard of a column-parallel weight.
 
         Args:
             dy: [T, V·N].
             weight: [V, N, K].
+            combine: Takes the leaves of some rows, [V, t, K], to [t, K] while they are in the cache.
 
         Returns:
-            Leaves [V, T, K] float32; their tree sum is the input's gradient.
+            Leaves [V, T, K] float32, whose tree sum is the input's gradient; [T, K] where they are combined.
         """
-        v, n, k = weight.shape
-        return self._leaves(dy, widened(weight), v, Shape(Product.COLUMN_BACK, n, k))
+        _, n, k = weight.shape
+        return self._leaves(dy, widened(weight), Shape(Product.COLUMN_BACK, n, k), combine)
 
     def token(self, dy: Tensor, x: Tensor) -> Tensor:
         """Leave one partial weight gradient a token leaf and virtual shard.
 
         Args:
-            dy: Output gradients [L, block, V, N] (V is 1 where the layer's outputs are not sharded).
-            x: Inputs [L, block, V, K] (V is 1 where the layer's inputs are not sharded).
+            dy: Output gradients [L, block, V, N]; V is 1 where the layer's outputs are not sharded.
+            x: Inputs [L, block, V, K]; V is 1 where the layer's inputs are not sharded: in one of the two.
 
         Returns:
-            Leaves [L, V, N, K] float32, where V is the larger of the two.
+            Leaves [L, V, N, K] float32, where V is the larger of the two; with strides as they come.
         """
         leaves, block, n, k = dy.shape[0], dy.shape[1], dy.shape[3], x.shape[3]
         v = max(dy.shape[2], x.shape[2])
+        if Shape(Product.TOKEN, n, k) in self.wide:
+            left, right = (widened(part.reshape(leaves, block, -1)) for part in (dy, x))
+            out = torch.bmm(left.transpose(1, 2), right)
+            return out.view(leaves, v, n, k) if x.shape[2] == 1 else out.view(leaves, n, v, k).transpose(1, 2)
         left = widened(dy.permute(0, 2, 3, 1)).expand(leaves, v, n, block)
         right = widened(x.permute(0, 2, 1, 3)).expand(leaves, v, block, k)
-        if Shape(Product.TOKEN, n, k) in self.wide:
-            out = torch.bmm(left.reshape(leaves * v, n, block), right.reshape(leaves * v, block, k))
-            return out.view(leaves, v, n, k)
         pairs = [torch.mm(fresh(left[a, b]), fresh(right[a, b])) for a in range(leaves) for b in range(v)]
         return torch.stack(pairs).view(leaves, v, n, k)
 
@@ -150,7 +158,10 @@ class Products:
             [B, R, N] float32; every row tile of every head is one leaf.
         """
         if Shape(Product.ATTENTION, w.shape[2], w.shape[1]) in self.wide:
-            return self._in_turn(torch.bmm, rows, w)
+            at_once = wide_rows(self.row_tile, rows.shape[0] * w.shape[2])
+            if rows.shape[1] <= at_once:
+                return torch.bmm(rows, w)
+            return torch.cat([torch.bmm(fresh(part), w) for part in rows.split(at_once, dim=1)], dim=1)
         return torch.stack([self._by_tile(rows[b], w[b]) for b in range(rows.shape[0])])
 
     def attention_token(self, left: Tensor, right: Tensor) -> Tensor:
@@ -167,20 +178,40 @@ class Products:
             return torch.bmm(left.transpose(1, 2), right)
         return torch.stack([torch.mm(fresh(a).t(), fresh(b)) for a, b in zip(left, right, strict=True)])
 
-    def _leaves(self, x: Tensor, w: Tensor, v: int, shape: Shape) -> Tensor:
-        """Multiply [T, V·a] by [V, a, b] shard by shard into [V, T, b]."""
-        rows = self._tiles(x)
-        stacked = fresh(rows.view(rows.shape[0], v, -1).transpose(0, 1))
-        if shape in self.wide:
-            return self._in_turn(torch.bmm, stacked, w)[:, : x.shape[0]]
-        return torch.stack([self._by_tile(stacked[i], w[i]) for i in range(v)])[:, : x.shape[0]]
+    def _leaves(self, x: Tensor, w: Tensor, shape: Shape, combine: Combine | None) -> Tensor:
+        """Multiply [T, V·a] by [V, a, b] shard by shard into [V, T, b], or [T, b] where they are combined."""
+        v, width = w.shape[0], w.shape[2]
 
-    def _in_turn(self, multiply: Callable[[Tensor, Tensor], Tensor], rows: Tensor, w: Tensor) -> Tensor:
-        """Multiply [..., R, K] by [..., K, N], no more rows at a time than the certificate tried."""
-        at_once = wide_rows(self.row_tile, rows.shape[:-2].numel() * w.shape[-1])
-        if rows.shape[-2] <= at_once:
-            return multiply(rows, w)
-        return torch.cat([multiply(fresh(part), w) for part in rows.split(at_once, dim=-2)], dim=-2)
+        def leaves(rows: Tensor) -> Tensor:
+            tiles = self._tiles(rows)
+            stacked = fresh(tiles.view(tiles.shape[0], v, -1).transpose(0, 1))
+            if shape in self.wide:
+                return torch.bmm(stacked, w)
+            return torch.stack([self._by_tile(stacked[i], w[i]) for i in range(v)])
+
+        return self._in_turn(
+            x, v * width, leaves if combine is None else lambda rows: combine(leaves(rows)), torch.float32
+        )
+
+    def _leaf_by_leaf(self, x: Tensor, shards: list[Tensor]) -> Tensor:
+        """Multiply [T, a] by each shard's [a, b] into [T, V·b], one row tile at a time."""
+        rows = self._tiles(x)
+        return torch.cat([self._by_tile(rows, w)[: x.shape[0]] for w in shards], dim=1)
+
+    def _in_turn(
+        self, x: Tensor, columns: int, multiply: Callable[[Tensor], Tensor], dtype: torch.dtype
+    ) -> Tensor:
+        """Multiply rows [T, a] into [..., T, b] in `dtype`, no more at a time than the certificate tried.
+
+        Args:
+            x: The rows.
+            columns: Columns of the output, over all shards.
+            multiply: Takes [t, a] to [..., t padded to whole tiles, b].
+            dtype: What every part is rounded to, while it is in the cache.
+        """
+        parts = x.split(wide_rows(self.row_tile, columns))
+        done = [multiply(part)[..., : part.shape[0], :].to(dtype) for part in parts]
+        return done[0] if len(done) == 1 else torch.cat(done, dim=-2)
 
     def _by_tile(self, rows: Tensor, w: Tensor) -> Tensor:
         """Multiply one row tile at a time: the definition that the wide calls are held to."""

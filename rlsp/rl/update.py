@@ -252,8 +252,8 @@ class Trainer:
         channel = Channel(
             qkv_format="sbhd", positions=shard.positions.unsqueeze(1), guard=self._guard, bound=shard.bound
         )
-        logits = model.logits(model.hidden(shard.tokens, channel))
-        return model.scores(logits, shard.targets.t().reshape(-1), self._objective.temperature)
+        hidden = model.hidden(shard.tokens, channel)
+        return model.hidden_scores(hidden, shard.targets.t().reshape(-1), self._objective.temperature)
 
 
 def _by_token(advantages: Tensor, batch: RolloutBatch) -> Tensor:
