@@ -20,7 +20,6 @@ from rlsp.diagnostics import Diagnostics
 from rlsp.engines import described, start_engine
 from rlsp.evidence import Evidence, startup_facts
 from rlsp.groups import Ledger, Mesh, build_mesh
-from rlsp.layout import padded_groups
 from rlsp.model.assemble import Models, assemble
 from rlsp.model.compat import native_layers
 from rlsp.model.hf import EXPORT_NAME, write_folder
@@ -288,5 +287,4 @@ def _external(job: Job, tokenizer: Tokenizer) -> Wiring:
 
 def cache_shape(config: Config) -> tuple[int, int, int]:
     """Return the engine's key-value heads on one rank, the head size and the layers."""
-    groups = padded_groups(config.model.num_query_groups, config.numerics.virtual_tp)
-    return groups // config.rollout.tp, config.model.head_dim, config.model.num_layers
+    return config.padded_query_groups // config.rollout.tp, config.model.head_dim, config.model.num_layers

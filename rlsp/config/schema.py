@@ -58,7 +58,7 @@ from rlsp.config.rules import (
     Vocab,
     Width,
 )
-from rlsp.layout import Layout, RolloutLayout, padded_vocab
+from rlsp.layout import Layout, RolloutLayout, padded_groups, padded_vocab
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -382,6 +382,16 @@ class Config:
     def padded_vocab(self) -> int:
         """Derive the vocabulary that the embedding and the head store."""
         return padded_vocab(self.model.vocab_size, self.numerics.virtual_tp)
+
+    @property
+    def padded_query_groups(self) -> int:
+        """Derive the key-value heads that attention computes with, zero heads included."""
+        return padded_groups(self.model.num_query_groups, self.numerics.virtual_tp)
+
+    @property
+    def padded_attention_heads(self) -> int:
+        """Derive the query heads that attention computes with, zero heads included."""
+        return self.model.num_attention_heads // self.model.num_query_groups * self.padded_query_groups
 
     @property
     def tokenizer_path(self) -> str | None:

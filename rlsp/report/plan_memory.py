@@ -87,7 +87,8 @@ def saved_activations(rank: Rank, tokens: int, positions: int) -> int:
     """
     model, tp = rank.config.model, rank.size("tp")
     item, shard = rank.item_bytes, tokens // (tp if rank.config.layout.sequence_parallel else 1)
-    head, heads, groups = model.head_dim, model.num_attention_heads // tp, model.num_query_groups // tp
+    head, config = model.head_dim, rank.config
+    heads, groups = config.padded_attention_heads // tp, config.padded_query_groups // tp
     norm = shard * (model.hidden_size * item + _FP32)
     full = tokens * model.hidden_size * item
     per_token = (
@@ -121,7 +122,7 @@ def _cache(rank: Rank) -> int:
         return 0
     block = config.numerics.k_block
     room = -(-(max(work.prompts) + max(work.responses)) // block) * block
-    groups = config.model.num_query_groups // config.rollout.tp
+    groups = config.padded_query_groups // config.rollout.tp
     return 2 * config.model.num_layers * len(work.prompts) * groups * room * config.model.head_dim * _FP32
 
 

@@ -46,7 +46,7 @@ def weights_of(config: Config, tp: int, *, sequence_parallel: bool) -> tuple[Wei
     """List the parameters of a model on one rank of `tp`, in name order."""
     model, virtual = config.model, config.numerics.virtual_tp
     hidden, head, local = model.hidden_size, model.head_dim, virtual // tp
-    heads, groups = model.num_attention_heads, model.num_query_groups
+    heads, groups = config.padded_attention_heads, config.padded_query_groups
     vocabulary = (local, config.padded_vocab // virtual, hidden)
     matrices = {
         "mlp.linear_fc1": (local, 2 * model.ffn_hidden_size // virtual, hidden),
@@ -65,7 +65,9 @@ def weights_of(config: Config, tp: int, *, sequence_parallel: bool) -> tuple[Wei
             for name in ("input_layernorm", "pre_mlp_layernorm")
         ]
         found += [
-            Weight(f"{at}.self_attention.{name}_layernorm.weight", (head,), True) for name in ("q", "k")
+            Weight(f"{at}.self_attention.{name}_layernorm.weight", (head,), True)
+            for name in ("q", "k")
+            if model.qk_norm
         ]
     found.append(Weight("decoder.final_layernorm.weight", (hidden,), sequence_parallel))
     return tuple(sorted(found, key=lambda weight: weight.name))

@@ -135,7 +135,7 @@ class _Meter:
         """Run every micro-batch of this rank through the layers and the head."""
         rank, config, model = self.rank, self.config, self.config.model
         cp, tp = rank.size("cp"), rank.size("tp")
-        key_values = 2 * model.num_query_groups // tp * model.head_dim
+        key_values = 2 * self.config.padded_query_groups // tp * model.head_dim
         for sequences, length in rank.micro_batches:
             tokens = sequences * length // cp
             self._reduce_rows(tokens)  # the embedding
@@ -154,7 +154,7 @@ class _Meter:
         """Go back through every micro-batch: each gather ends in a reduction, each reduction in a gather."""
         rank, model = self.rank, self.config.model
         cp, tp = rank.size("cp"), rank.size("tp")
-        key_values = 2 * model.num_query_groups // tp * model.head_dim
+        key_values = 2 * self.config.padded_query_groups // tp * model.head_dim
         for sequences, length in rank.micro_batches:
             tokens = sequences * length // cp
             self._reduce_rows(tokens)
