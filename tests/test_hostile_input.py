@@ -113,7 +113,7 @@ OVERRIDES = st.builds(
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def opened() -> Iterator[Composer]:
     with composer() as found:
         yield found
@@ -128,13 +128,16 @@ def answer(opened: Composer, overrides: list[str]) -> tuple[str, ...]:
     return ()
 
 
-@given(st.lists(OVERRIDES, min_size=1, max_size=3))
-@settings(max_examples=60, deadline=None)
-def test_any_override_is_taken_or_refused_in_lines_that_can_be_read(
-    opened: Composer, overrides: list[str]
-) -> None:
-    lines = answer(opened, overrides)
-    assert all(0 < len(line) <= 2000 and line.isprintable() for line in lines), lines
+def test_any_override_is_taken_or_refused_in_lines_that_can_be_read(opened: Composer) -> None:
+    @given(st.lists(OVERRIDES, min_size=1, max_size=2))
+    @settings(
+        max_examples=20, deadline=None
+    )  # to compose takes a third of a second, several times an example
+    def answers(overrides: list[str]) -> None:
+        lines = answer(opened, overrides)
+        assert all(0 < len(line) <= 2000 and line.isprintable() for line in lines), lines
+
+    answers()
 
 
 def test_what_a_terminal_would_act_on_is_escaped_and_what_is_too_long_is_cut(opened: Composer) -> None:
@@ -146,10 +149,10 @@ def test_what_a_terminal_would_act_on_is_escaped_and_what_is_too_long_is_cut(ope
     assert len(line) < 1100
 
 
+@pytest.mark.parametrize("key", ["seed", "parallel", "tracker.tags"])
 @pytest.mark.parametrize(
-    "key", ["seed", "num_rollouts", "task.path", "parallel", "tracker.tags", "cluster.host"]
+    "value", ["${", "9" * 5000, "{a:{b:1}}", "\x1b[2J"], ids=["open", "long", "deep", "escape"]
 )
-@pytest.mark.parametrize("value", ["${", "'", "9" * 5000, "{a:{b:1}}", "\x1b[2J", "a,b"], ids=ascii)
 def test_the_command_refuses_with_status_2_and_leaves_nothing(
     rlsp_command: Console, key: str, value: str
 ) -> None:

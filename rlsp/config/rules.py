@@ -95,7 +95,8 @@ Name = Annotated[
     ),
 ]
 Project = Annotated[
-    str, Rule("1 to 128 printable characters without / \\ # ? % :", _printable(r"(?!\.{1,2}$)[^/\\#?%:]{1,128}"))
+    str,
+    Rule("1 to 128 printable characters without / \\ # ? % :", _printable(r"(?!\.{1,2}$)[^/\\#?%:]{1,128}")),
 ]
 Label = Annotated[str, Rule("1 to 128 printable characters", _printable(r".{1,128}"))]
 FilePath = Annotated[str, Rule("1 to 4096 characters", lambda v: 1 <= len(v) <= 4096 and "\0" not in v)]
