@@ -65,7 +65,7 @@ def startup_facts(
         DisagreementError: On every rank, naming the ranks with another contract, code, kernels or task.
     """
     contract, certificate = models.contract, models.certificate
-    hashes_here = (contract.sha256, source_hash(), certificate.digest, task.content_hash, agreed_hash(config))
+    hashes_here = (contract.sha256, source_hash(), certificate.digest, agreed_hash(config), task.content_hash)
     mine = bytes.fromhex("".join(hashes_here))
     every = collectives.gather(
         torch.tensor([list(mine)], dtype=torch.uint8, device=_device(models)), mesh.world
@@ -77,7 +77,7 @@ def startup_facts(
         for what in ("contract_hash", "code_hash", "kernel_digest")
     }
     # Ranks on other machines may have another file under the same path.
-    values_of |= {"task hash": [hashes[192:256] for hashes in held], "config": [h[256:] for h in held]}
+    values_of |= {"config": [hashes[192:256] for hashes in held], "task hash": [h[256:] for h in held]}
     for what, values in values_of.items():
         if len(set(values)) > 1:
             raise DisagreementError(

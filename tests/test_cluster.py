@@ -12,13 +12,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import composer
 from launch_owner import Ended, Owner, environment, job_of_two_ranks, processes_of
 
 from rlsp.cli.refusal import RefusalError
 from rlsp.config import Config, Job
+from rlsp.config.agreed import agreed_hash
 from rlsp.network import interface_towards
 from rlsp.report.compare import compare
 from rlsp.report.verdict import verify
@@ -345,6 +348,32 @@ def placed(monkeypatch: pytest.MonkeyPatch, option: str, variables: dict[str, st
             patched.setenv(name, value)
         at = checked(opened.compose([f"cluster={option}"])).cluster
     return at.nodes, at.node, at.host, at.port, at.agent_store, at.attempt
+
+
+def test_a_rank_with_another_config_is_named_before_data_are_exchanged(
+    compose: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlsp import evidence
+
+    ours, theirs = compose("tracker=none"), compose("tracker=offline", "entropy_coef=0.01")
+    assert agreed_hash(ours) == agreed_hash(compose("tracker=offline")) != agreed_hash(theirs)
+
+    def gathered(mine: torch.Tensor, group: object) -> torch.Tensor:
+        other = mine.clone()
+        other[0, 96:128] = torch.tensor(list(bytes.fromhex(agreed_hash(theirs))), dtype=torch.uint8)
+        return torch.cat([mine, other])
+
+    monkeypatch.setattr(evidence.collectives, "gather", gathered)
+    models = SimpleNamespace(
+        contract=SimpleNamespace(sha256="0" * 64),
+        certificate=SimpleNamespace(digest="0" * 64),
+        trainer=torch.nn.Linear(1, 1),
+    )
+    nothing = SimpleNamespace(content_hash="0" * 64)
+    with pytest.raises(evidence.DisagreementError) as error:
+        evidence.startup_facts(ours, models, SimpleNamespace(world=None), nothing, nothing)
+    first, second = agreed_hash(ours)[:16], agreed_hash(theirs)[:16]
+    assert str(error.value) == f"ranks disagree on config: rank 0 {first}, rank 1 {second}"
 
 
 def test_every_machine_has_as_many_adjacent_ranks(compose: Callable[..., Config]) -> None:

@@ -342,13 +342,18 @@ def test_the_search_for_pickles_finds_them() -> None:
 # Prompt files ----------------------------------------------------------------------
 
 SCAN = """
-import resource, sys
+import re, sys
 from pathlib import Path
 from rlsp.rl.task.lines import LineFile
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-lines = LineFile.scan(Path(sys.argv[1]))
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(lines.count, lines.read(lines.count - 1).decode()[:20], after - before, sep="|")
+
+def peak_kib():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+path, before = Path(sys.argv[1]), peak_kib()
+lines = LineFile.scan(path)
+scanned = peak_kib()
+whole = path.read_bytes()
+print(lines.count, lines.read(lines.count - 1).decode()[:20], scanned - before, peak_kib() - before, sep="|")
 """
 
 
@@ -364,10 +369,11 @@ def test_a_million_rows_are_read_in_bounded_memory(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCAN, str(path)], env=environment(), capture_output=True, text=True, check=True
     )
-    count, last, grown_kib = done.stdout.split("|")
+    count, last, grown_kib, whole_kib = done.stdout.split("|")
     assert int(count) == 10**6
     assert last == '{"prompt": "0999999+'
     assert size_mib > 190
+    assert int(whole_kib) / 1024 > size_mib, "to read it whole would show"
     assert int(grown_kib) / 1024 < 80, (
         "two places of eight bytes a row, twice for a moment, and a chunk of the file"
     )
