@@ -61,9 +61,9 @@ def startup_facts(
         contract.sha256,
         source_hash(),
         certificate.digest,
+        agreed_hash(config),
         task.content_hash,
         weights,
-        agreed_hash(config),
     )
     mine = bytes.fromhex("".join(ours))
     every = collectives.gather(
@@ -76,9 +76,9 @@ def startup_facts(
         for what in ("contract_hash", "code_hash", "kernel_digest")
     }
     # Ranks on other machines may have another file under the same path.
-    values_of["task hash"] = [hashes[192:256] for hashes in held]
-    values_of["initial weights"] = [hashes[256:320] for hashes in held]
-    values_of["config"] = [hashes[320:] for hashes in held]
+    values_of["config"] = [hashes[192:256] for hashes in held]
+    values_of["task hash"] = [hashes[256:320] for hashes in held]
+    values_of["initial weights"] = [hashes[320:] for hashes in held]
     for what, values in values_of.items():
         if len(set(values)) > 1:
             raise DisagreementError(

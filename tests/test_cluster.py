@@ -12,13 +12,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import composer
 from launch_owner import Ended, Owner, environment, job_of_two_ranks, processes_of
 
 from rlsp.cli.refusal import RefusalError
 from rlsp.config import Config, Job
+from rlsp.config.agreed import agreed_hash
 from rlsp.network import interface_towards
 from rlsp.report.compare import compare
 from rlsp.report.verdict import verify
@@ -347,6 +350,32 @@ def placed(monkeypatch: pytest.MonkeyPatch, option: str, variables: dict[str, st
     return at.nodes, at.node, at.host, at.port, at.agent_store, at.attempt
 
 
+def test_a_rank_with_another_config_is_named_before_data_are_exchanged(
+    compose: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlsp import evidence
+
+    ours, theirs = compose("tracker=none"), compose("tracker=offline", "entropy_coef=0.01")
+    assert agreed_hash(ours) == agreed_hash(compose("tracker=offline")) != agreed_hash(theirs)
+
+    def gathered(mine: torch.Tensor, group: object) -> torch.Tensor:
+        other = mine.clone()
+        other[0, 96:128] = torch.tensor(list(bytes.fromhex(agreed_hash(theirs))), dtype=torch.uint8)
+        return torch.cat([mine, other])
+
+    monkeypatch.setattr(evidence.collectives, "gather", gathered)
+    models = SimpleNamespace(
+        contract=SimpleNamespace(sha256="0" * 64),
+        certificate=SimpleNamespace(digest="0" * 64),
+        trainer=torch.nn.Linear(1, 1),
+    )
+    nothing = SimpleNamespace(content_hash="0" * 64)
+    with pytest.raises(evidence.DisagreementError) as error:
+        evidence.startup_facts(ours, models, SimpleNamespace(world=None), nothing, nothing)
+    first, second = agreed_hash(ours)[:16], agreed_hash(theirs)[:16]
+    assert str(error.value) == f"ranks disagree on config: rank 0 {first}, rank 1 {second}"
+
+
 def test_every_machine_has_as_many_adjacent_ranks(compose: Callable[..., Config]) -> None:
     layout = ("parallel=cp2_tp2_sp2_dp2", "cluster.nodes=4", LOOPBACK)
     found = [compose(*layout, f"cluster.node={node}").local_ranks for node in range(4)]
@@ -355,3 +384,68 @@ def test_every_machine_has_as_many_adjacent_ranks(compose: Callable[..., Config]
 
 def test_the_way_to_this_machine_is_the_loopback(compose: Callable[..., Config]) -> None:
     assert interface_towards(compose("cluster.nodes=2", LOOPBACK).cluster) == "lo"
+
+
+def test_two_network_namespaces_run_one_run_until_the_cable_is_pulled(tmp_path: Path) -> None:
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [
+            root / "scripts" / "two_machines",
+            "--cut",
+            "0",
+            tmp_path / "two",
+            *SMALL,
+            "launch.timeout_s=20",
+            "num_rollouts=99",
+        ],
+        env={**environment(), "RLSP_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    if done.returncode == 77:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.stdout.endswith("exit status: node 0 1, node 1 1\n"), done.stdout + done.stderr
+    run = tmp_path / "two" / "machine-a" / "run"
+    nodes = json.loads((run / "logs" / "nodes.json").read_text())
+    assert [node["host"] for node in nodes] == ["machine-a", "machine-b"]
+    assert "rank 1 did not arrive" in done.stdout
+    assert "rank 0 did not arrive" in done.stdout
+    assert verify(run).damage == ()
+    logs = tmp_path / "two" / "machine-b" / "run.node-1" / "logs"
+    assert (logs / "rank-01.log").is_file()
+
+
+RAY = """
+import sys
+from ray.cluster_utils import Cluster
+import ray
+
+sys.path.insert(0, sys.argv[1])
+from on_ray import on_ray
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+cluster.add_node(num_cpus=2)
+ray.init(address=cluster.address)
+print("statuses", on_ray(2, sys.argv[2:], 2.0, 0.0))
+"""
+
+
+def test_two_nodes_of_a_ray_cluster_run_one_run(tmp_path: Path) -> None:
+    pytest.importorskip(
+        "ray", reason="the extra `ray` is not installed: it excludes joblib 1.6, so it is run apart"
+    )
+    run = tmp_path / "run"
+    overrides = (*SMALL, f"hydra.run.dir={run}", f"cluster.port={free_port()}")
+    done = subprocess.run(
+        [sys.executable, "-c", RAY, str(Path(__file__).parents[1] / "scripts"), *overrides],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert "statuses [0, 0]" in done.stdout, done.stdout + done.stderr
+    assert verify(run).damage == ()
+    assert (tmp_path / "run.node-1" / "logs" / "rank-01.log").is_file()

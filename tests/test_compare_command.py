@@ -114,6 +114,7 @@ def test_everything_that_differs_is_named_at_once(run_a, tmp_path):
         {"tracker__mode": "offline", "tracker__tags": ["x"]},
         {"device__backend": "nccl"},
         {"launch__timeout_s": 1.0},
+        {"cluster__nodes": 2, "cluster__host": "10.0.0.1"},
         {"micro_batch_size": 7},
     ],
 )
@@ -127,7 +128,8 @@ def test_the_results_hash_changes_with_every_key_but_the_free_ones():
         "rollout.engines", "device.kind", "device.backend", "tracker.mode", "tracker.project",
         "tracker.entity", "tracker.group", "tracker.tags", "tracker.init_timeout_s",
         "tracker.finish_timeout_s", "launch.timeout_s", "launch.grace_s", "launch.progress", "diagnose",
-        "task.timeout_s",
+        "task.timeout_s", "cluster.nodes", "cluster.node", "cluster.host", "cluster.port",
+        "cluster.agent_store", "cluster.attempt", "cluster.wait_s",
     }  # fmt: skip
     whole = result_hash(plain_config())
     changed = {

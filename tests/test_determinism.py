@@ -152,6 +152,19 @@ def test_ranks_get_thread_counts_and_no_place_and_keep_kernel_switches(
     assert determinism.environment_switches(environment)["MKL_CBWR"] == "AVX2"
 
 
+def test_ranks_of_several_machines_are_told_their_interface_unless_the_user_says_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert "NCCL_SOCKET_IFNAME" not in rank_environment(1)
+    assert [rank_environment(1, "eth7")[name] for name in names] == ["eth7", "eth7"]
+    assert rank_environment(1, None).keys().isdisjoint(names)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert [rank_environment(1, "eth7")[name] for name in names] == ["ib0", "eth7"]
+
+
 def test_the_kernel_identity_names_processor_libraries_and_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     with apply(1):
         identity = kernel_identity()

@@ -113,7 +113,7 @@ OVERRIDES = st.builds(
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def opened() -> Iterator[Composer]:
     with composer() as found:
         yield found
@@ -128,13 +128,16 @@ def answer(opened: Composer, overrides: list[str]) -> tuple[str, ...]:
     return ()
 
 
-@given(st.lists(OVERRIDES, min_size=1, max_size=3))
-@settings(max_examples=60, deadline=None)
-def test_any_override_is_taken_or_refused_in_lines_that_can_be_read(
-    opened: Composer, overrides: list[str]
-) -> None:
-    lines = answer(opened, overrides)
-    assert all(0 < len(line) <= 2000 and line.isprintable() for line in lines), lines
+def test_any_override_is_taken_or_refused_in_lines_that_can_be_read(opened: Composer) -> None:
+    @given(st.lists(OVERRIDES, min_size=1, max_size=2))
+    @settings(
+        max_examples=20, deadline=None
+    )  # to compose takes a third of a second, several times an example
+    def answers(overrides: list[str]) -> None:
+        lines = answer(opened, overrides)
+        assert all(0 < len(line) <= 2000 and line.isprintable() for line in lines), lines
+
+    answers()
 
 
 def test_what_a_terminal_would_act_on_is_escaped_and_what_is_too_long_is_cut(opened: Composer) -> None:
@@ -146,10 +149,10 @@ def test_what_a_terminal_would_act_on_is_escaped_and_what_is_too_long_is_cut(ope
     assert len(line) < 1100
 
 
+@pytest.mark.parametrize("key", ["seed", "parallel", "tracker.tags"])
 @pytest.mark.parametrize(
-    "key", ["seed", "num_rollouts", "task.path", "parallel", "tracker.tags", "cluster.host"]
+    "value", ["${", "9" * 5000, "{a:{b:1}}", "\x1b[2J"], ids=["open", "long", "deep", "escape"]
 )
-@pytest.mark.parametrize("value", ["${", "'", "9" * 5000, "{a:{b:1}}", "\x1b[2J", "a,b"], ids=ascii)
 def test_the_command_refuses_with_status_2_and_leaves_nothing(
     rlsp_command: Console, key: str, value: str
 ) -> None:
@@ -339,13 +342,18 @@ def test_the_search_for_pickles_finds_them() -> None:
 # Prompt files ----------------------------------------------------------------------
 
 SCAN = """
-import resource, sys
+import re, sys
 from pathlib import Path
 from rlsp.rl.task.lines import LineFile
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-lines = LineFile.scan(Path(sys.argv[1]))
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(lines.count, lines.read(lines.count - 1).decode()[:20], after - before, sep="|")
+
+def peak_kib():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+path, before = Path(sys.argv[1]), peak_kib()
+lines = LineFile.scan(path)
+scanned = peak_kib()
+whole = path.read_bytes()
+print(lines.count, lines.read(lines.count - 1).decode()[:20], scanned - before, peak_kib() - before, sep="|")
 """
 
 
@@ -361,10 +369,11 @@ def test_a_million_rows_are_read_in_bounded_memory(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCAN, str(path)], env=environment(), capture_output=True, text=True, check=True
     )
-    count, last, grown_kib = done.stdout.split("|")
+    count, last, grown_kib, whole_kib = done.stdout.split("|")
     assert int(count) == 10**6
     assert last == '{"prompt": "0999999+'
     assert size_mib > 190
+    assert int(whole_kib) / 1024 > size_mib, "to read it whole would show"
     assert int(grown_kib) / 1024 < 80, (
         "two places of eight bytes a row, twice for a moment, and a chunk of the file"
     )

@@ -12,7 +12,6 @@ from rlsp.config.external import ENGINE_RULES
 from rlsp.config.plain import leaf_kinds, legal_text, rule_of
 from rlsp.config.rules import Violation
 from rlsp.config.schema import Config
-from rlsp.layout import padded_groups
 
 SMALL_PRODUCT = 4096
 """A matrix product of M·N·K up to this is left to another kernel, with other bits (NUMERICS §1.1, rule 1)."""
@@ -67,17 +66,10 @@ def _single_violations(config: Config) -> Iterator[Violation]:
             yield from (Violation(key, v, legal_text(kind_of_one)) for v in values if not rule.holds(v))
 
 
-def _padded_heads(config: Config) -> int:
-    """Count the query heads that ranks hold, those that only pad included."""
-    model = config.model
-    per_group = model.num_attention_heads // model.num_query_groups
-    return padded_groups(model.num_query_groups, config.numerics.virtual_tp) * per_group
-
-
 def _smallest_weight(config: Config) -> int:
     """Return the least N·K of a leaf product: one virtual shard of QKV, projection, FFN or LM head."""
     model, width = config.model, config.numerics.virtual_tp
-    heads = _padded_heads(config) // width
+    heads = config.padded_attention_heads // width
     shards = (heads * model.head_dim, model.ffn_hidden_size // width, config.padded_vocab // width)
     return model.hidden_size * min(shards)
 
@@ -179,7 +171,7 @@ CROSS_RULES = (
         lambda c: c.model.pad_heads or c.model.num_query_groups % c.numerics.virtual_tp == 0,
         lambda c: (
             f"a power of two that divides model.num_query_groups={c.model.num_query_groups}, or any with "
-            f"model.pad_heads=true: zero heads make it {_padded_heads(c)} query heads, and no output changes"
+            f"model.pad_heads=true: zero heads make it {c.padded_attention_heads} query heads, and no output changes"
         ),
     ),
     CrossRule(

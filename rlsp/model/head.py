@@ -149,7 +149,7 @@ class LocalScores(NamedTuple):
 
 
 def local_scores(
-    logits: Tensor, targets: Tensor, temperature: float, vocabulary: Vocabulary
+    logits: Tensor, targets: Tensor, temperature: float | Tensor, vocabulary: Vocabulary
 ) -> tuple[Tensor, LocalScores]:
     """Return the tempered logits, float32 [T, V_local, n], of [..., V_local·n], and their reductions."""
     shards = vocabulary.by_shard(logits)
