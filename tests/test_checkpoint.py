@@ -1,254 +1,263 @@
-"""Checkpoints in and out: what a rank reads, GGUF against transformers' loader, and folders that it loads."""
+"""What a checkpoint's files must be to be gone on from, and what is never loaded."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import pickle
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from model_helpers import BF16, CPU, TIED, TINY, alone, contract_of, mesh_of, policy, products
+from model_helpers import alone, mesh_of, policy
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from test_pretrained import write
-from torch import Tensor
+from segment_runs import end, flip, resume, segment
 
 from rlsp import bits
-from rlsp.config import Dtype, Given, ModelConfig
-from rlsp.layout import Layout
-from rlsp.model.build import build_model
-from rlsp.model.hf import WeightMismatchError, load_path, sources, write_folder
-from rlsp.model.hf.sources import Folder, GgufFile
-from rlsp.model.weights import weights_digest
-from rlsp.model.wiring import Phase, Wiring
-from rlsp.pretrained.folder import read_shape, tensor_lines
-from rlsp.pretrained.names import HEAD, tensor_shapes
+from rlsp.layout import Layout, virtual_shards
+from rlsp.model.checkpoint import CheckpointError, ShardFile, read_shards, write_shards
+from rlsp.report.checkpoint import Checkpoint, numbered
+from rlsp.report.continuation import continuation
+from rlsp.report.files import EvidenceError, sha256_file
+from rlsp.report.verdict import verify
 
-transformers = pytest.importorskip("transformers")
-
-PADDED = replace(TINY, qk_norm=False, num_attention_heads=8, num_query_groups=4, pad_heads=True)
-LAYOUT = Layout(dp=1, cp=1, tp=4, sp=4)
+Damage = Callable[[Path], None]
 
 
-def unfilled(mesh, shape: ModelConfig, sp: bool = False):
-    """A model whose weights hold NaN."""
-    wiring = Wiring(Phase.TRAIN, contract_of(shape), products(), mesh.tp, mesh.cp, sp)
-    model = build_model(shape, wiring, CPU)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(torch.nan)
-    return model
+@pytest.fixture(scope="module")
+def made(compose: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three rollouts in two ranks, with a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("made") / "run"
+    segment(folder, compose, "tp2_sp2", "num_rollouts=3", "checkpoint.every=1", "checkpoint.keep=null")
+    assert end(folder).verdict.value == "PASS"
+    return folder
 
 
-# Reading.
+@pytest.fixture
+def run_dir(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "run")
 
 
-def read_by_rank(rank: int, world: int, shape: ModelConfig) -> tuple[dict[str, int], int, str]:
-    """Load on one rank; return elements read by tensor, the largest read, and the weights' digest."""
-    read: dict[str, int] = {}
-    largest = 0
-    whole = Folder.read
-
-    def counted(self: Folder, name: str, dim: int, start: int, stop: int) -> Tensor:
-        nonlocal largest
-        found = whole(self, name, dim, start, stop)
-        read[name] = read.get(name, 0) + found.numel()
-        largest = max(largest, found.numel())
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources.Folder, "read", counted)
-        model = unfilled(mesh_of(LAYOUT, rank), shape, sp=True)
-        load_path(model, shape)
-    return read, largest, weights_digest(model)
+def newest(run_dir: Path) -> Path:
+    return run_dir / "checkpoints" / "00003"
 
 
-@pytest.mark.parametrize("shape", [TINY, PADDED], ids=["whole", "padded"])
-def test_a_rank_reads_its_own_slices_and_nothing_else(tmp_path: Path, shape: ModelConfig) -> None:
-    products()
-    shape = write(tmp_path, shape, 3)
-    by_rank = run_ranks(4, read_by_rank, shape)
-    sizes = {name: torch.Size(size).numel() for name, size in tensor_shapes(shape).items()}
-    for name, size in sizes.items():
-        counts = [read[name] for read, _, _ in by_rank]
-        assert sum(counts) == (4 * size if name.endswith("norm.weight") else size), name
-        if not name.endswith("norm.weight") and shape is TINY:
-            assert max(counts) <= -(-size // 4) + 64 * 16  # rows of the vocabulary do not divide
-    assert max(largest for _, largest, _ in by_rank) <= max(sizes.values()) // 2
-    model = unfilled(alone(), shape)
-    load_path(model, shape)
-    assert {digest for _, _, digest in by_rank} == {weights_digest(model)}
+def test_a_run_with_checkpoints_verifies_and_each_names_what_it_has(run_dir: Path) -> None:
+    assert verify(run_dir).damage == ()
+    assert list(numbered(run_dir)) == [1, 2, 3]
+    said = Checkpoint.read(newest(run_dir) / "checkpoint.json")
+    assert (said.rollouts, said.optimizer_steps, said.prompts) == (3, 6, 6)
+    assert set(said.groups) == {"weight", "exp_avg", "exp_avg_sq", "master", "reference"}
+    assert [(entry.first, entry.end) for entry in said.files.values()] == [(0, 4), (4, 8)]
+    assert continuation(run_dir)[0].rollout == 3
 
 
-def test_float16_and_float32_are_rounded_to_the_models_dtype(tmp_path: Path) -> None:
-    shape = write(tmp_path, BF16)
-    state = {name: x.half() for name, x in load_file(tmp_path / "model.safetensors").items()}
-    save_file(state, tmp_path / "model.safetensors")
-    model = unfilled(alone(), shape)
-    load_path(model, shape)
-    norm = dict(model.gpt.named_parameters())["decoder.final_layernorm.weight"].detach()
-    assert bits.same_bits(norm, state["model.norm.weight"].bfloat16())
+def test_the_newest_are_kept(compose: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    segment(folder, compose, "one", "checkpoint.every=1", "checkpoint.keep=2", "updates_per_rollout=1")
+    assert list(numbered(folder)) == [3, 4]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["00003", "00004"]
 
 
-def test_a_tied_head_of_its_own_is_refused_on_the_way_in(tmp_path: Path) -> None:
-    shape = write(tmp_path, TIED)
-    state = load_file(tmp_path / "model.safetensors")
-    state[HEAD] = state["model.embed_tokens.weight"].clone()
-    save_file(state, tmp_path / "model.safetensors")
-    load_path(unfilled(alone(), shape), shape)
-    state[HEAD][3, 3] = -state[HEAD][3, 3]
-    save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(WeightMismatchError, match=r"lm_head\.weight differs from model\.embed_tokens"):
-        load_path(unfilled(alone(), shape), shape)
+# Damage -----------------------------------------------------------------------
 
 
-# GGUF.
+def truncate(path: Path) -> None:
+    shards = path / "shards-0001.safetensors"
+    shards.write_bytes(shards.read_bytes()[:-100])
 
 
-def write_gguf(path: Path, kind: str, quantised: bool) -> None:
-    """Write a small model as llama.cpp's converter does: named and, for Llama, twisted its way."""
-    gguf = pytest.importorskip("gguf")
-    source = torch.Generator().manual_seed(0)
-    heads, groups, head = {"llama": (8, 4, 8), "qwen3": (2, 1, 128)}[kind]  # transformers takes 128 for Qwen3
-    writer = gguf.GGUFWriter(path, kind)
-    writer.add_block_count(2)
-    writer.add_context_length(512)
-    writer.add_embedding_length(64)
-    writer.add_feed_forward_length(128)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(groups)
-    writer.add_rope_dimension_count(head)
-    writer.add_key_length(head)
-    writer.add_rope_freq_base(5e5)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(96)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(96)])
-    writer.add_token_merges(["t 1"])
-    writer.add_eos_token_id(2)
-
-    def add(name: str, *shape: int) -> None:
-        data = torch.randn(shape, generator=source).numpy()
-        types = gguf.GGMLQuantizationType
-        if len(shape) == 1 or not quantised:
-            writer.add_tensor(name, data)
-            return
-        of = {"ffn_down": types.Q8_0, "attn_q": types.Q4_1, "attn_k": types.F16, "attn_v": types.BF16}
-        wanted = next((t for part, t in of.items() if f"{part}.weight" in name), types.Q4_1)
-        writer.add_tensor(name, gguf.quantize(data, wanted), raw_dtype=wanted)
-
-    add("token_embd.weight", 96, 64)
-    add("output_norm.weight", 64)
-    for i in range(2):
-        for name, shape in {
-            "attn_norm": (64,),
-            "ffn_norm": (64,),
-            **({"attn_q_norm": (head,), "attn_k_norm": (head,)} if kind == "qwen3" else {}),
-            "attn_q": (heads * head, 64),
-            "attn_k": (groups * head, 64),
-            "attn_v": (groups * head, 64),
-            "attn_output": (64, heads * head),
-            "ffn_gate": (128, 64),
-            "ffn_up": (128, 64),
-            "ffn_down": (64, 128),
-        }.items():
-            add(f"blk.{i}.{name}.weight", *shape)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+def flip_a_bit(path: Path) -> None:
+    flip(path / "shards-0000.safetensors")
 
 
-def shape_of_file(path: Path) -> ModelConfig:
-    fields = read_shape(str(path))
-    fields["rope_scaling"] = Given(fields["rope_scaling"])
-    return ModelConfig(
-        name="gguf", init_std=0.02, pad_heads=True, path=str(path), dtype=Dtype.float32, **fields
-    )
+def lose_a_file(path: Path) -> None:
+    (path / "shards-0001.safetensors").unlink()
 
 
-@pytest.mark.parametrize("quantised", [True, False])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_a_gguf_file_has_the_bits_of_transformers_own_loader(
-    tmp_path: Path, kind: str, quantised: bool
+def lose_the_document(path: Path) -> None:
+    (path / "checkpoint.json").unlink()
+
+
+def foreign_json(path: Path) -> None:
+    (path / "checkpoint.json").write_text('{"step": 3, "model": "other"}')
+
+
+def deep_json(path: Path) -> None:
+    (path / "checkpoint.json").write_text("[" * 100_000)
+
+
+def add_a_pickle(path: Path) -> None:
+    (path / "optimizer.pt").write_bytes(pickle.dumps(Bomb(path)))
+
+
+def link_a_file(path: Path) -> None:
+    shards = path / "shards-0000.safetensors"
+    shards.rename(path.parents[1] / "elsewhere")
+    shards.symlink_to(path.parents[1] / "elsewhere")
+
+
+def edited(path: Path, **changes: Any) -> None:
+    """Change a checkpoint's document, and seal it again as somebody who knows how would."""
+    plain = json.loads((path / "checkpoint.json").read_text()) | changes
+    Checkpoint.model_validate_json(json.dumps(plain)).sealed().write(path / "checkpoint.json")
+
+
+def rewritten(path: Path, change: Callable[[dict[str, torch.Tensor]], None], **changes: Any) -> None:
+    """Change a checkpoint's tensors, with hashes that fit."""
+    files = json.loads((path / "checkpoint.json").read_text())["files"]
+    for name, entry in files.items():
+        tensors = load_file(path / name)
+        change(tensors)
+        metadata = {"virtual_shards": f"{entry['first']}:{entry['end']}"}
+        save_file(tensors, path / name, metadata=metadata)
+        entry["sha256"] = sha256_file(path / name)
+    edited(path, files=files, **changes)
+
+
+def drop(group: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith(f"{group}/")]:
+            del tensors[name]
+
+    return change
+
+
+class Bomb:
+    """Leaves a mark where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.mark = str(path / "exploded")
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path(self.mark),))
+
+
+DAMAGES: list[tuple[Damage, str]] = [
+    (truncate, r"shards-0001\.safetensors is damaged.*state groups exp_avg, exp_avg_sq, master, reference"),
+    (flip_a_bit, r"shards-0000\.safetensors is damaged: its SHA-256 is another one .*shards 0 to 3"),
+    (lose_a_file, r"shards-0001\.safetensors cannot be read: No such file"),
+    (lose_the_document, r"checkpoint\.json cannot be read: No such file"),
+    (foreign_json, r"checkpoint\.json is damaged: run_id: Field required"),
+    (deep_json, r"checkpoint\.json is damaged"),
+    (add_a_pickle, r"optimizer\.pt is no part of it"),
+    (link_a_file, r"shards-0000\.safetensors is a symbolic link and no regular file"),
+    (lambda path: edited(path, contract_hash="0" * 64), "contract_hash is 0000.*, but the run's is "),
+    (lambda path: edited(path, run_id="other"), "run_id is other, but the run's is 20260101"),
+    (lambda path: edited(path, seed=1), "seed is 1, but the run's is 0"),
+    (lambda path: edited(path, prompts=4), "prompts is 4, but the run's is 6"),
+    (lambda path: edited(path, optimizer_steps=0), "optimizer_steps is 0, but the run's is 6"),
+    (lambda path: edited(path, weights_digest="0" * 64), "weights_digest is 000.*, but the run's is "),
+    (lambda path: edited(path, continuation_hash="0" * 64), "continuation_hash is 000"),
+    (lambda path: edited(path, files={}), "its files do not make up all virtual shards"),
+    (lambda path: rewritten(path, drop("exp_avg_sq")), "state group exp_avg_sq is incomplete in shards-0000"),
+    (
+        lambda path: rewritten(path, drop("master"), groups={"weight": 19, "exp_avg": 19, "exp_avg_sq": 19}),
+        "state group master is missing",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "why"), DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_passed_over_or_refused(
+    run_dir: Path, damage: Damage, why: str
 ) -> None:
-    path = tmp_path / "small.gguf"
-    write_gguf(path, kind, quantised)
-    shape = shape_of_file(path)
-    assert tensor_lines(shape) == []
-    pytest.importorskip("accelerate")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file=path.name, dtype=torch.float32
-    )
-    assert theirs.config.rms_norm_eps == shape.norm_epsilon
-    assert theirs.config.tie_word_embeddings == shape.tie_embeddings
-    file = GgufFile(path, shape)
-    for name, expected in theirs.state_dict().items():
-        if name != HEAD:
-            assert bits.same_bits(file.read(name, 0, 0, len(expected)), expected), name
-            half = len(expected) // 2
-            assert bits.same_bits(file.read(name, 0, half, len(expected)), expected[half:]), name
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            assert bits.same_bits(file.read(name, 1, 8, 40), expected[:, 8:40].contiguous()), name
+    """F2. The one before it is as good: what follows is made again, bit for bit."""
+    damage(newest(run_dir))
+    resumed, passed = continuation(run_dir)
+    assert (resumed.rollout, resumed.checkpoint) == (2, "00002")
+    assert all(line.startswith("checkpoints/00003: ") for line in passed)
+    assert any(re.search(why, line) for line in passed), passed
+    for number in (1, 2):
+        shutil.rmtree(run_dir / "checkpoints" / f"{number:05d}")
+    with pytest.raises(EvidenceError, match=f"no checkpoint can be gone on from(.|\n)*{why}"):
+        continuation(run_dir)
+    assert not (newest(run_dir) / "exploded").exists()
 
 
-def test_a_torn_gguf_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "small.gguf"
-    write_gguf(path, "llama", True)
-    shape = shape_of_file(path)
-    path.write_bytes(path.read_bytes()[:-33])
-    (line,) = tensor_lines(shape)
-    assert line.startswith("small.gguf: is torn: model.layers.1.")
+def test_a_pickle_under_a_checkpoints_own_name_is_never_loaded(run_dir: Path) -> None:
+    path = newest(run_dir)
+    (path / "shards-0000.safetensors").write_bytes(pickle.dumps(Bomb(path)))
+    files = json.loads((path / "checkpoint.json").read_text())["files"]
+    files["shards-0000.safetensors"]["sha256"] = sha256_file(path / "shards-0000.safetensors")
+    edited(path, files=files)
+    _, passed = continuation(run_dir)
+    assert any("shards-0000.safetensors is no safetensors file" in line for line in passed), passed
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_shards([ShardFile(path / "shards-0000.safetensors", 0, 8)], policy_state(), range(8))
+    assert not (path / "exploded").exists()
 
 
-# Out again.
+def test_a_file_that_leads_outside_is_no_name(run_dir: Path) -> None:
+    path = newest(run_dir)
+    plain = json.loads((path / "checkpoint.json").read_text())
+    plain["files"]["../../shards-0000.safetensors"] = plain["files"].pop("shards-0000.safetensors")
+    (path / "checkpoint.json").write_text(json.dumps(plain))
+    assert "checkpoint.json is damaged: files" in continuation(run_dir)[1][0]
 
 
-@pytest.mark.parametrize("shape", [TINY, TIED, BF16, PADDED], ids=["untied", "tied", "bfloat16", "padded"])
-@pytest.mark.parametrize("shard_bytes", [1 << 30, 40_000])
-def test_transformers_loads_what_is_written_and_computes_the_same_bits(
-    tmp_path: Path, shape: ModelConfig, shard_bytes: int
-) -> None:
-    shape = write(tmp_path / "in", shape, 3)
-    for name in ("tokenizer.json", "generation_config.json", "notes.txt"):
-        (tmp_path / "in" / name).write_text("{}")
-    model = unfilled(alone(), shape)
-    load_path(model, shape)
-    write_folder(model, shape, tmp_path / "out", alone().world, shard_bytes)
-    dtype = getattr(torch, shape.dtype.value)
-    said = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert said == {**json.loads((tmp_path / "in" / "config.json").read_text()), "dtype": shape.dtype.value}
-    assert (tmp_path / "out" / "tokenizer.json").exists()
-    assert not (tmp_path / "out" / "notes.txt").exists()
-    tokens = torch.arange(40).view(2, 20)
-    logits = []
-    for folder in ("in", "out"):
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=dtype).eval()
-        with torch.no_grad():
-            logits.append(theirs(tokens).logits)
-    assert bits.same_bits(*logits)
-    again = replace(shape, path=str(tmp_path / "out"))
-    assert tensor_lines(again) == []
-    second = unfilled(alone(), again)
-    load_path(second, again)
-    assert weights_digest(second) == weights_digest(model)
+def test_evidence_that_does_not_fit_a_checkpoint_fails_the_evidence_gate(run_dir: Path) -> None:
+    edited(newest(run_dir), optimizer_digest="0" * 64)
+    gates = {gate.name: gate for gate in verify(run_dir).judgement.gates}
+    assert gates["evidence"].verdict.value == "FAIL"
+    assert any("checkpoints/00003: optimizer_digest is 000" in reason for reason in gates["evidence"].reasons)
 
 
-def written(rank: int, world: int, shape: ModelConfig, folder: str) -> None:
-    mesh = mesh_of(Layout(dp=2, cp=1, tp=2, sp=2), rank)
-    model = policy(mesh, sp=True, shape=shape)
-    load_path(model, shape)
-    write_folder(model, shape, Path(folder), mesh.world, 40_000)
+def test_a_checkpoint_that_was_never_finished_is_named_and_removed(run_dir: Path, compose: Any) -> None:
+    newest(run_dir).rename(newest(run_dir).with_name("00003.partial"))
+    resumed, passed = continuation(run_dir)
+    assert (resumed.rollout, passed) == (2, ("checkpoints/00003.partial was never finished",))
+    resume(run_dir, compose, "one", "num_rollouts=3", "checkpoint.every=1")
+    assert end(run_dir).verdict.value == "PASS"
+    assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["00002", "00003"]
 
 
-def test_four_ranks_write_the_bytes_that_one_writes(tmp_path: Path) -> None:
-    products()
-    shape = write(tmp_path / "in", replace(PADDED, dtype=Dtype.bfloat16))
-    run_ranks(4, written, shape, str(tmp_path / "four"))
-    model = unfilled(alone(), shape)
-    load_path(model, shape)
-    write_folder(model, shape, tmp_path / "one", alone().world, 40_000)
-    one, four = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("one", "four"))
-    assert len(one) > 3
-    assert one == four
+# Tensors over layouts ---------------------------------------------------------
+
+
+def policy_state() -> Any:
+    return ((name, weight, sharded) for name, weight, sharded in policy(alone()).named_shards())
+
+
+def write_then_read(rank: int, world: int, folder: str, wide: int) -> bool:
+    """Write in two shards, read in `wide`, and compare with the weights drawn whole."""
+    writing = policy(mesh_of(Layout(dp=1, cp=1, tp=world, sp=1), rank))
+    write_shards(Path(folder) / f"{rank}", writing.named_shards(), virtual_shards(world, rank, 8))
+    torch.distributed.barrier()
+    files = [ShardFile(Path(folder) / f"{n}", 8 // world * n, 8 // world * (n + 1)) for n in range(world)]
+    whole = dict((name, x.detach()) for name, x, _ in policy(alone()).named_shards())
+    same = True
+    for index in range(wide):
+        own = virtual_shards(wide, index, 8)
+        read = [
+            (name, torch.empty_like(x[own.start : own.stop] if sharded else x), sharded)
+            for name, x, sharded in policy(alone()).named_shards()
+        ]
+        read_shards(files, read, own)
+        for name, x, sharded in read:
+            part = whole[name][own.start : own.stop] if sharded else whole[name]
+            same &= bits.same_bits(x.detach(), part)
+    return same
+
+
+@pytest.mark.parametrize("wide", [1, 2, 4, 8])
+def test_any_layout_reads_its_own_shards(tmp_path: Path, wide: int) -> None:
+    assert run_ranks(2, write_then_read, str(tmp_path), wide) == [True, True]
+
+
+def test_a_tensor_of_another_shape_or_dtype_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "shards"
+    write_shards(path, policy_state(), range(8))
+    files = [ShardFile(path, 0, 8)]
+    name, weight, sharded = next(policy_state())
+    for wrong in (torch.empty(8, 3, 3), weight.detach().double()):
+        with pytest.raises(CheckpointError, match=f"shards: {name} is torch.float32"):
+            read_shards(files, [(name, wrong, sharded)], range(8))
+    with pytest.raises(CheckpointError, match="shards lacks nothing"):
+        read_shards(files, [("nothing", weight, sharded)], range(8))
+    with pytest.raises(CheckpointError, match="has the virtual shards 0:8, not 0:4"):
+        read_shards([ShardFile(path, 0, 4)], [(name, weight, sharded)], range(4))

@@ -22,7 +22,7 @@ from rlsp.report.manifest import Beginning, Manifest
 from rlsp.report.verdict import verify
 from rlsp.worker import RUN_RANK, board_path
 
-SMALL = ("prompts_per_rollout=2", "samples_per_prompt=2", "max_response_tokens=8")
+SMALL = ("prompts_per_rollout=2", "samples_per_prompt=2", "max_response_tokens=8", "entropy_coef=0.01")
 
 
 @pytest.fixture

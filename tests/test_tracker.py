@@ -205,15 +205,29 @@ def test_numbers_that_are_not_finite_arrive_as_numbers(tmp_path):
     assert (first["train/loss"], first["train/gradient_norm"]) == ("NaN", "Infinity")
 
 
-def test_a_resumed_run_is_the_same_run_and_sends_its_rows_again(tmp_path):
+def test_a_resumed_run_is_the_same_run_and_sends_what_was_not_sent(tmp_path):
     run_dir, job, manifest = run_of(tmp_path)
-    for _ in range(2):
+    rows = (run_dir / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    for count in (2, 3):  # the owner is killed after two rows
+        (run_dir / "metrics.jsonl").write_bytes(b"".join(rows[:count]))
         with open_tracker(job, manifest):
             pass
         time.sleep(1.1)  # wandb names folders by the second
     both = [records(run_dir, which) for which in range(2)]
     assert {of_kind(found, "run")[0]["run_id"] for found in both} == {RUN_ID}
-    assert [len(history_of(found)) for found in both] == [3, 3]
+    assert [[row["rollout"] for row in history_of(found)] for found in both] == [[0, 1], [2]]
+
+
+def test_rows_of_a_log_that_cannot_be_read_are_sent_again(tmp_path):
+    run_dir, job, manifest = run_of(tmp_path)
+    with open_tracker(job, manifest):
+        pass
+    time.sleep(1.1)
+    log = next((run_dir / "wandb").glob("offline-run-*/*.wandb"))
+    log.write_bytes(b"no log of wandb's")
+    with open_tracker(job, manifest):
+        pass
+    assert [row["rollout"] for row in history_of(records(run_dir, 1))] == [0, 1, 2]
 
 
 # Without W&B ------------------------------------------------------------------

@@ -25,8 +25,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
-from rlsp.cli.checkpoint import fill_in
 from rlsp.cli.overrides import MAX_JOBS, OPTIONAL_GROUPS, count_values
+from rlsp.cli.pretrained import fill_in
 from rlsp.cli.refusal import COMPOSITION_ERRORS, RefusalError, first_line
 from rlsp.config import (
     Config,

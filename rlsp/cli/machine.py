@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlsp.cli.checkpoint import weight_lines
+from rlsp.cli.pretrained import weight_lines
 from rlsp.config import Config, DeviceKind, Violation
 from rlsp.engines import engine_lines
 from rlsp.network import interface_towards

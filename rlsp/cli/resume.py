@@ -112,7 +112,7 @@ def _kept(composer: Composer, stored: Sequence[str], given: Sequence[str]) -> li
 
 def _changes(manifest: Manifest, config: Config) -> list[str]:
     """List every value that would change the results, with the one that the run has."""
-    before, now = continuation_keys(manifest.config), continuation_keys(to_plain(config))
+    before, now = continuation_keys(manifest.config), continuation_keys(to_plain(config), manifest.config)
     absent = object()
     lines = []
     for key in sorted(before.keys() | now.keys()):

@@ -171,7 +171,8 @@ CROSS_RULES = (
         lambda c: c.model.pad_heads or c.model.num_query_groups % c.numerics.virtual_tp == 0,
         lambda c: (
             f"a power of two that divides model.num_query_groups={c.model.num_query_groups}, or any with "
-            f"model.pad_heads=true: zero heads make it {c.padded_attention_heads} query heads, and no output changes"
+            f"model.pad_heads=true: zero heads make it {c.padded_attention_heads} query heads, "
+            "and no output changes"
         ),
     ),
     CrossRule(

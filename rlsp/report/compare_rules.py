@@ -57,15 +57,20 @@ def result_hash(config: Mapping[str, Any]) -> str:
     return sha256_bytes(canonical_json(result_keys(config)))
 
 
-def continuation_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+def continuation_keys(config: Mapping[str, Any], of: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """List what of a composed config a run must keep when it is resumed, as dotted key and plain value.
 
     Its length may grow. Where a route is native, or an engine external, the bits may depend on the layout, so
     that it is kept, too.
+
+    Args:
+        config: The config.
+        of: That of the run which is resumed, by whose routes it is decided; None: the config itself.
     """
     kept = {key: value for key, value in result_keys(config).items() if key != LENGTH_KEY}
-    strict = all(value == "strict" for key, value in kept.items() if key.startswith(_ROUTES))
-    if not strict or kept.get("rollout.engine") != "native":
+    run = result_keys(config if of is None else of)
+    strict = all(value == "strict" for key, value in run.items() if key.startswith(_ROUTES))
+    if not strict or run.get("rollout.engine") != "native":
         kept |= {key: value for key, value in _leaves(config) if _within(key, _LAYOUT_KEYS)}
     return kept
 

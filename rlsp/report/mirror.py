@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +35,7 @@ _ARTIFACTS = {
     "consistency": ("rlsp-consistency-report", (CONSISTENCY_NAME, VERDICT_NAME, PAGE_NAME)),
 }
 _MAX_NAME, _MAX_TAG = 128, 64
+_READ_LIMIT_S = 60.0
 TOTAL_PREFIX = "total/"
 LAYOUT_KEYS = ("rlsp.layout", "rlsp.rollout_layout")
 """Keys of a run's config that name its layouts in a word: W&B groups a panel by one key only."""
@@ -87,6 +91,31 @@ def forward(run: wandb.Run, follower: Follower) -> None:
     """Send the new rows; non-finite numbers are strings in the file."""
     for row in follower.new_rows():
         run.log({name: float(value) if isinstance(value, str) else value for name, value in row.items()})
+
+
+def rows_kept_offline(run: wandb.Run, run_dir: Path) -> int:
+    """Count the rows, from the first one on, that earlier segments of an offline run left for `wandb sync`.
+
+    A log that cannot be read counts for nothing: rather twice than never.
+    """
+    rollouts: set[int] = set()
+    for log in (run_dir / "wandb").glob(f"*run-*-{run.id}/run-{run.id}.wandb"):
+        if log.parent != Path(run.dir).parent:
+            rollouts |= _rollouts_in(log)
+    return next(index for index in itertools.count() if index not in rollouts)
+
+
+def _rollouts_in(log: Path) -> set[int]:
+    """Read which rollouts a run's log has rows of, by wandb's own reader."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_READ_LIMIT_S, check=False)
+        records = [json.loads(line) for line in done.stdout.splitlines()]
+        rows = [record["history"]["item"] for record in records if record["type"] == "history"]
+        return {row[STEP] for row in rows if isinstance(row.get(STEP), int)}
+    except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError, AttributeError) as error:
+        _LOG.info("W&B: %s cannot be read: %s", log, error)
+        return set()
 
 
 def send_summary(run: wandb.Run, run_dir: Path, judgement: Judgement | None) -> None:

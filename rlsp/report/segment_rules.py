@@ -71,7 +71,7 @@ def _within(segment: Segment) -> Iterator[str]:
 
 
 def _between(before: Segment, after: Segment) -> Iterator[str]:
-    kept, now = continuation_keys(before.config), continuation_keys(after.config)
+    kept, now = continuation_keys(before.config), continuation_keys(after.config, before.config)
     for key in sorted(kept.keys() | now.keys()):
         yield from unequal(key, kept.get(key), now.get(key))
     length = [segment.config.get(LENGTH_KEY) for segment in (before, after)]

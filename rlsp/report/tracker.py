@@ -192,8 +192,9 @@ class WandbTracker(Tracker):
         return mirror.open_run(self._job, self._manifest, TrackerMode.offline)
 
     def _follow(self, run: wandb.Run) -> None:
-        """Send the rows as they are written, until the run ends."""
-        follower = Follower(self._run_dir, first=run.step if run.resumed else 0)
+        """Send the rows as they are written, until the run ends; those that W&B has already are left out."""
+        had = mirror.rows_kept_offline(run, self._run_dir) if run.offline else run.starting_step
+        follower = Follower(self._run_dir, first=had)
         while not self._ending.wait(_POLL_S):
             mirror.forward(run, follower)
         mirror.forward(run, follower)
