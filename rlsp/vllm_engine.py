@@ -48,7 +48,10 @@ class Loader:
         config = from_plain(plain)
         state = _tensors(Path(folder))
         worker: Any = self
-        worker.reload_weights(weights_iterator=iter(state.items()))
+        waiting = iter(state.items())
+        worker.reload_weights(weights_iterator=waiting)
+        if (left := next(waiting, None)) is not None:
+            raise RuntimeError(f"vLLM did not take {left[0]}")
         found = _found_again(state, worker.model_runner.get_model().named_parameters())
         digest = digest_of(logical_weights(state, config.model, contract_of(config)))
         return digest, found, sum(x.numel() for x in state.values())

