@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from rlsp.report.manifest import RankAgreement, StartupFacts
 from rlsp.report.provenance import source_hash
 from rlsp.report.recorder import Recorder
 from rlsp.report.records import RolloutFacts, float64_bits
+from rlsp.report.warmup import WARMUP_NAME, Warmup
 from rlsp.rl.batch import RolloutBatch
 from rlsp.rl.task import Task, Tokenizer
 from rlsp.rl.update import Step
@@ -104,13 +106,25 @@ def startup_facts(
 class Evidence:
     """Bring each rollout's evidence together and let rank 0 write it."""
 
-    def __init__(self, job: Job, mesh: Mesh, models: Models) -> None:
-        """Open the recorder on rank 0."""
+    def __init__(self, job: Job, mesh: Mesh, models: Models, eos_id: int) -> None:
+        """Open the recorder on rank 0; the models hold their initial weights."""
+        self._eos, self._run_dir = eos_id, Path(job.run_dir)
         self._config, self._mesh, self._models = job.config, mesh, models
         self._recorder = Recorder(job.run_dir) if mesh.world.index == 0 else None
         self._initial = weight_entries(models.trainer)
         self._bound: list[int] | None = None
         self._started = time.monotonic()
+
+    def warmed(self, warmup: Warmup | None) -> None:
+        """Write what a warm-up recorded, if there was one; every rank calls it.
+
+        Raises:
+            DisagreementError: On every rank, where one holds other weights than rank 0.
+        """
+        if warmup is not None:
+            self._same_everywhere([warmup.weights_digest])
+            if self._recorder is not None:
+                warmup.write(self._run_dir / WARMUP_NAME)
 
     def bind(self, batch: RolloutBatch, advantages: Tensor) -> None:
         """Fix what the rollout recorded before training computes its own side; every rank calls it.
@@ -258,11 +272,13 @@ class Evidence:
             "rollout/response_length_mean": active / len(rewards),
             "rollout/response_length_max": int(lengths.max()),
             "rollout/response_length_min": int(lengths.min()),
+            "rollout/truncated_fraction": batch.truncated(self._eos) / len(rewards),
             "rollout/weight_version": versions[0],
             "reward/mean": float(np.mean(rewards)),
             "reward/std": float(np.std(rewards)),
             "reward/min": min(rewards),
             "reward/max": max(rewards),
+            "reward/solved_fraction": sum(max(g) >= 1.0 for g in groups) / len(groups),
             "reward/constant_groups_fraction": sum(min(g) == max(g) for g in groups) / len(groups),
             "reward/advantage_max_abs": float(advantages.abs().max()),
             **laps,

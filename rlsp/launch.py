@@ -29,6 +29,7 @@ from rlsp.report.follow import Follower
 from rlsp.report.recorder import CONSISTENCY_NAME
 from rlsp.report.records import ConsistencyReport, TotalEvidence
 from rlsp.report.tracker import open_tracker
+from rlsp.report.warmup import read_warmup
 from rlsp.worker import RUN_RANK, board_path, error_path, host_log_path
 
 _TICK_S = 0.25
@@ -91,7 +92,7 @@ def _supervise(
             failure: BaseException | None = None
             try:
                 with progress.open_display(job, Console(highlight=False)) as display:
-                    _follow(ranks, display, wake, Follower(job.run_dir))
+                    _follow(ranks, display, wake, Follower(job.run_dir), job)
             except BaseException as error:
                 failure = error
             return ranks.end(wake.received.name if wake.received else None, failure), failure
@@ -283,13 +284,16 @@ def launcher_failed(error: BaseException) -> Abort:
     return Abort(f"the launcher failed: {type(error).__name__}: {error}", ())
 
 
-def _follow(ranks: Ranks, display: progress.Display, wake: Wake, follower: Follower) -> None:
-    """Show rows and phases until the host has ended; pass a signal on to it."""
-    running = True
+def _follow(ranks: Ranks, display: progress.Display, wake: Wake, follower: Follower, job: Job) -> None:
+    """Show the warm-up, rows and phases until the host has ended; pass a signal on to it."""
+    running, warming = True, job.config.warmup.steps > 0
     while running:
         running = ranks.listen(wake, _TICK_S)
         if wake.received is not None:
             ranks.stop()
+        if warming and (warmup := read_warmup(Path(job.run_dir))):
+            display.line(warmup.text)
+            warming = False
         for row in follower.new_rows():
             display.row(row)
         display.tick(ranks.board.read())

@@ -42,6 +42,9 @@ class Display:
     def row(self, row: Mapping[str, Any]) -> None:
         """Show a row of metrics.jsonl."""
 
+    def line(self, text: str) -> None:
+        """Show a line of text."""
+
     def tick(self, slots: Sequence[Slot]) -> None:
         """Show what the ranks are at."""
 
@@ -55,7 +58,11 @@ class LineDisplay(Display):
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Print a row of metrics.jsonl."""
-        self._console.print(Text(row_text(row, self._num_rollouts)), soft_wrap=True)
+        self.line(row_text(row, self._num_rollouts))
+
+    def line(self, text: str) -> None:
+        """Print a line of text."""
+        self._console.print(Text(text), soft_wrap=True)
 
 
 class LiveDisplay(Display):
@@ -70,6 +77,10 @@ class LiveDisplay(Display):
         """Print a row of metrics.jsonl and count the rollout."""
         self._lines.row(row)
         self._progress.update(self._task, completed=int(row[STEP]) + 1)
+
+    def line(self, text: str) -> None:
+        """Print a line of text above the bar."""
+        self._lines.line(text)
 
     def tick(self, slots: Sequence[Slot]) -> None:
         """Show what rank 0 is at."""
@@ -87,6 +98,11 @@ class SteadyDisplay(Display):
         """Show a row of metrics.jsonl."""
         with self._silenced():
             self._display.row(row)
+
+    def line(self, text: str) -> None:
+        """Show a line of text."""
+        with self._silenced():
+            self._display.line(text)
 
     def tick(self, slots: Sequence[Slot]) -> None:
         """Show what the ranks are at."""

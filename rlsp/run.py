@@ -29,6 +29,7 @@ from rlsp.rl.rollout.native import NativeEngine, Sampling, Sequence
 from rlsp.rl.task import CharacterTokenizer, Task, Tokenizer
 from rlsp.rl.update import Objective, Step, Trainer
 from rlsp.task import judge_of, open_task, reward_limit_s
+from rlsp.warmup import warm_up
 
 
 def run_rank(job: Job, place: Place) -> None:
@@ -54,7 +55,8 @@ def _live(job: Job, place: Place) -> None:
     _announce(job, models, mesh, task, tokenizer)
     trainer = trainer_of(config, models, mesh)
     rollouts = rollouts_of(config, models, mesh, tokenizer)
-    evidence = Evidence(job, mesh, models)
+    evidence = Evidence(job, mesh, models, tokenizer.eos_id)
+    evidence.warmed(warm_up(config, trainer, task, tokenizer, board))
     diagnostics = Diagnostics(job, trainer, rollouts.engine, mesh)
     for index in range(config.num_rollouts):
         version = trainer.optimizer.steps
@@ -150,7 +152,7 @@ def join(config: Config, place: Place) -> None:
 
 def sequences_of(config: Config, task: Task, rollout: int) -> list[Sequence]:
     """Return the rollout's sequences: every prompt's samples side by side; no index comes twice in a run."""
-    first = rollout * config.prompts_per_rollout
+    first = config.first_prompt(rollout)
     prompts = [task.prompt(first + prompt) for prompt in range(config.prompts_per_rollout)]
     return [
         Sequence(index, sample, prompt.tokens, prompt.limit)
@@ -183,7 +185,7 @@ def _rewards(
             judge,
             responses,
             rollout=rollout,
-            first=rollout * config.prompts_per_rollout,
+            first=config.first_prompt(rollout),
             samples=config.samples_per_prompt,
             decode=tokenizer.decode,
             within_s=reward_limit_s(config),

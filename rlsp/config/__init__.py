@@ -30,6 +30,7 @@ from rlsp.config.schema import (
     RoutesConfig,
     TaskConfig,
     TrackerConfig,
+    WarmupConfig,
     from_plain,
     register_schema,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "TrackerConfig",
     "TrackerMode",
     "Violation",
+    "WarmupConfig",
     "from_plain",
     "leaf_kinds",
     "legal_text",

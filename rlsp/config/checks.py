@@ -193,6 +193,16 @@ CROSS_RULES = (
         lambda c: f"at most {c.sequences_per_rollout} (prompts_per_rollout × samples_per_prompt)",
     ),
     CrossRule(
+        ("warmup.steps", "task.kind"),
+        lambda c: c.warmup.steps == 0 or c.task.kind is not TaskKind.constant,
+        lambda c: f"0 (task.kind={c.task.kind.name} has no solutions)",
+    ),
+    CrossRule(
+        ("warmup.sequences", "warmup.steps", "parallel.dp"),
+        lambda c: c.warmup.steps == 0 or c.parallel.dp <= c.warmup.sequences,
+        lambda c: f"at least parallel.dp={c.parallel.dp}",
+    ),
+    CrossRule(
         ("rollout.tp", *_VIRTUAL),
         lambda c: c.numerics.virtual_tp % c.rollout.tp == 0,
         lambda c: f"{_divisors(c.numerics.virtual_tp)} (divisors of numerics.virtual_tp)",

@@ -62,6 +62,7 @@ Tile = Annotated[int, Rule(f"a power of two in 16..{_MAX_BLOCK}", _block(16))]
 Even = Annotated[
     int, Rule(f"an even integer in 2..{_MAX_BLOCK}", lambda v: 2 <= v <= _MAX_BLOCK and v % 2 == 0)
 ]
+Steps = Annotated[int, Rule(f"an integer in 0..{_MAX_COUNT}", _within(0, _MAX_COUNT))]
 Vocab = Annotated[int, Rule(f"an integer in 2..{_MAX_COUNT}", _within(2, _MAX_COUNT))]
 GradLsb = Annotated[int, Rule("an integer in 20..50", _within(20, 50))]
 Threads = Annotated[

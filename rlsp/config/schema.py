@@ -39,6 +39,7 @@ from rlsp.config.rules import (
     Route,
     Seconds,
     Seed,
+    Steps,
     Tag,
     Temperature,
     Threads,
@@ -175,6 +176,18 @@ class TaskConfig:
 
 
 @dataclass(frozen=True)
+class WarmupConfig:
+    """Take supervised steps on the task's own solutions before the first rollout; 0 steps for none.
+
+    sequences counts those of a step; the learning rate is the warm-up's own.
+    """
+
+    steps: Steps
+    sequences: Count
+    learning_rate: NotNegative
+
+
+@dataclass(frozen=True)
 class DeviceConfig:
     """Choose the device and the process-group backend that serves it."""
 
@@ -241,6 +254,7 @@ class Config:
     rollout: RolloutConfig
     numerics: NumericsConfig
     task: TaskConfig
+    warmup: WarmupConfig
     device: DeviceConfig
     optimizer: OptimizerConfig
     correction: CorrectionConfig
@@ -267,6 +281,10 @@ class Config:
     def sequences_per_rollout(self) -> int:
         """Count the sequences of one rollout."""
         return self.prompts_per_rollout * self.samples_per_prompt
+
+    def first_prompt(self, rollout: int) -> int:
+        """Return the index of a rollout's first prompt: rollouts go on where the warm-up ends."""
+        return self.warmup.steps * self.warmup.sequences + rollout * self.prompts_per_rollout
 
     @property
     def padded_vocab(self) -> int:

@@ -30,6 +30,7 @@ from rlsp.report.manifest import MANIFEST_NAME, Manifest
 from rlsp.report.metrics import STEP
 from rlsp.report.planned import Planned
 from rlsp.report.recorder import CONSISTENCY_NAME, METRICS_NAME, parse_row, whole_rows
+from rlsp.report.warmup import Warmup, read_warmup, warmup_faults
 
 _INDEX_DIGITS = 19
 
@@ -64,6 +65,7 @@ class RunEvidence:
     Attributes:
         manifest: None if it is missing or damaged.
         planned: What the composed config promised; None if the manifest does not say.
+        warmup: What warmup.json says; None if there is none or it is damaged.
         records: Entries of consistency.json by index.
         measured: Tensor files by index.
         digested: Indices of the digest files.
@@ -76,6 +78,7 @@ class RunEvidence:
 
     manifest: Manifest | None
     planned: Planned | None
+    warmup: Warmup | None
     records: dict[int, RolloutRecord]
     measured: dict[int, Measured]
     digested: tuple[int, ...]
@@ -117,6 +120,9 @@ def collect(run_dir: Path) -> RunEvidence:
     initial = manifest.startup.initial_weights_digest if manifest and manifest.startup else None
     losses = {index: _loss(path, records.get(index), initial, faults) for index, path in digest_files.items()}
     recorded = bool(records or measured or (run_dir / METRICS_NAME).exists())
+    warmup = _warmup(run_dir, faults)
+    if planned is not None:
+        contradicting += warmup_faults(warmup, planned.warmup.steps, initial, recorded=recorded)
     rows = _rows(run_dir, faults) if recorded else []
     for index, row in rows:
         if index in records:
@@ -126,6 +132,7 @@ def collect(run_dir: Path) -> RunEvidence:
     return RunEvidence(
         manifest,
         planned,
+        warmup,
         records,
         measured,
         tuple(digest_files),
@@ -149,6 +156,14 @@ def _manifest(run_dir: Path, faults: list[str]) -> tuple[Manifest | None, Planne
         faults.append(f"{MANIFEST_NAME}: config does not say what was planned: {first_fault(error)}")
     faults += [f"{MANIFEST_NAME}: {fault}" for fault in of_manifest(manifest, planned)]
     return manifest, planned
+
+
+def _warmup(run_dir: Path, faults: list[str]) -> Warmup | None:
+    try:
+        return read_warmup(run_dir)
+    except EvidenceError as error:
+        faults.append(str(error))
+        return None
 
 
 def _job(run_dir: Path, manifest: Manifest, faults: list[str]) -> list[str]:

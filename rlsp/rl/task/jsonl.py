@@ -82,6 +82,10 @@ class JsonlTask:
         text = self.tokenizer.decode(until_eos(response, self.tokenizer.eos_id))
         return self.scorer.score(self._row(self._line(index)).label, text)
 
+    def solution(self, index: int) -> str:
+        """Return the label as the row has it, its derivation included."""
+        return self._row(self._line(index)).label
+
     def _line(self, index: int) -> int:
         if index < 0:
             raise ValueError(f"a prompt's index must be at least 0, not {index}")

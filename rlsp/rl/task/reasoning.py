@@ -95,6 +95,10 @@ class ReasoningGymTask:
         answer = answer_of(text, self.where, numeric=number(str(item["answer"])) is not None)
         return float(self.dataset.score_answer(answer=answer, entry=item)) if answer else 0.0
 
+    def solution(self, index: int) -> str:
+        """Return the item's answer."""
+        return str(self._item(index)["answer"])
+
     def _item(self, index: int) -> Mapping[str, Any]:
         if not 0 <= index < _ITEMS:
             raise ValueError(f"an item's index must be in 0..{_ITEMS - 1}, not {index}")
