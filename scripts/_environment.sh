@@ -25,7 +25,7 @@ ensure_environment() {
         fi
         install_into "$folder" --editable '.[hf,dashboards,dev]'
         if ! install_into "$folder" --editable '.[tasks]'; then
-            echo "rlsp: without the extra 'tasks' (its pycosat needs a C compiler): task=reasoning_gym is refused"
+            echo "rlsp: without the extra 'tasks' (its pycosat needs a C compiler): the default task is refused; run task=arithmetic"
         fi
         echo "$wanted" >"$stamp"
     ) 9>"$folder.lock" >&2

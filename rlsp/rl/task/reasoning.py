@@ -143,7 +143,10 @@ def open_reasoning_gym(
         TaskError: reasoning-gym is not there, has no such generator, or its options or first item are bad.
     """
     if not is_installed():
-        raise TaskError("reasoning-gym is not installed: it comes with `pip install 'rlsp[tasks]'`")
+        raise TaskError(
+            "reasoning-gym is not installed: it comes with `pip install 'rlsp[tasks]'`, whose pycosat needs a C "
+            "compiler; task=arithmetic needs neither"
+        )
     known = importlib.import_module("reasoning_gym.factory").DATASETS
     if name not in known:
         near = get_close_matches(name, known, n=3) or sorted(known)
