@@ -84,7 +84,7 @@ def _readme(suite: Suite, figures: dict[str, tuple[str, bytes]]) -> str:
 
 
 def _figures(arms: Sequence[Arm]) -> dict[str, tuple[str, bytes]]:
-    """Draw the long arms, at most four: what differs, what is learnt, seconds; by file name, with a caption."""
+    """Draw the long arms, at most four: differences, learning, seconds; by file name, with a caption."""
     longest = max(arm.rollouts for arm in arms)
     shown = [arm for arm in arms if arm.rollouts == longest][:_STYLES]
     found = {}

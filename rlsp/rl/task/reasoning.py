@@ -144,8 +144,8 @@ def open_reasoning_gym(
     """
     if not is_installed():
         raise TaskError(
-            "reasoning-gym is not installed: it comes with `pip install 'rlsp[tasks]'`, whose pycosat needs a C "
-            "compiler; task=arithmetic needs neither"
+            "reasoning-gym is not installed: it comes with `pip install 'rlsp[tasks]'`, whose pycosat needs "
+            "a C compiler; task=arithmetic needs neither"
         )
     known = importlib.import_module("reasoning_gym.factory").DATASETS
     if name not in known:
