@@ -159,7 +159,7 @@ def test_a_value_that_a_file_inherits_is_not_stated_again() -> None:
         own = yaml.safe_load((CONF / group / f"{option}.yaml").read_text())
         for parent in own.get("defaults", []):
             if isinstance(parent, str) and parent != "_self_":
-                inherited = yaml.safe_load((CONF / group / f"{parent}.yaml").read_text())
+                inherited = yaml.safe_load((CONF / group / f"{parent.partition('@')[0]}.yaml").read_text())
                 repeated = {key for key in own if key in inherited and own[key] == inherited[key]}
                 assert repeated == set(), f"{group}/{option}"
 
