@@ -39,7 +39,7 @@ class Checkpoints:
     """Save and restore all that training's next step depends on: weights, masters, moments, reference.
 
     Attributes:
-        initial_digest: Of the weights that the run began with; None until a run from its start is under way.
+        initial_digest: Of the weights that the run began with, before a warm-up.
     """
 
     def __init__(self, job: Job, board: BoardWriter, mesh: Mesh, trainer: Trainer) -> None:
@@ -57,7 +57,9 @@ class Checkpoints:
         """
         self._job, self._board, self._mesh, self._trainer = job, board, mesh, trainer
         self._saved = _saved(job)
-        self.initial_digest = self._saved.initial_weights_digest if self._saved else None
+        self.initial_digest = (
+            self._saved.initial_weights_digest if self._saved else weights_digest(trainer.model)
+        )
         width = trainer.model.wiring.contract.virtual_tp
         self._shards = virtual_shards(mesh.tp.size, mesh.tp.index, width)
         self._device = trainer.model.vocabulary.valid.device
@@ -81,7 +83,6 @@ class Checkpoints:
         """Bring back the state that the job goes on from, if any; return the first rollout to come."""
         saved = self._saved
         if saved is None:
-            self.initial_digest = weights_digest(self._trainer.model)
             return 0
         folder = checkpoint_path(self._job.run_dir, saved.rollouts)
         files = [ShardFile(folder / name, entry.first, entry.end) for name, entry in saved.files.items()]
@@ -122,7 +123,6 @@ class Checkpoints:
 
     def _document(self, rollouts: int, digests: dict[str, str], hashes: list[str]) -> Checkpoint:
         """Say what is saved; `hashes` are those of every rank's file."""
-        assert self.initial_digest is not None  # since `_restore`
         config, contract = self._job.config, self._trainer.model.wiring.contract
         layout, files = config.layout, {}
         for index in range(layout.tp):

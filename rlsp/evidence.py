@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from rlsp.config import Config, Job
 from rlsp.config.agreed import agreed_hash
 from rlsp.groups import Mesh
 from rlsp.model.assemble import Models
-from rlsp.model.weights import weight_entries, weights_digest
+from rlsp.model.weights import weight_entries
 from rlsp.model.wiring import NATIVE, STRICT, Operator, Phase
 from rlsp.pretrained.folder import fingerprint
 from rlsp.report.digests import RolloutDigests, UpdateDigests, shard_table
@@ -26,6 +27,7 @@ from rlsp.report.manifest import RankAgreement, StartupFacts, WeightSource
 from rlsp.report.provenance import source_hash
 from rlsp.report.recorder import Recorder
 from rlsp.report.records import RolloutFacts, float64_bits
+from rlsp.report.warmup import WARMUP_NAME, Warmup
 from rlsp.rl.batch import RolloutBatch
 from rlsp.rl.task import Task, Tokenizer
 from rlsp.rl.update import Step
@@ -39,7 +41,7 @@ class DisagreementError(RuntimeError):
 
 
 def startup_facts(
-    config: Config, models: Models, mesh: Mesh, task: Task, tokenizer: Tokenizer, initial: str | None = None
+    config: Config, models: Models, mesh: Mesh, task: Task, tokenizer: Tokenizer, initial: str
 ) -> StartupFacts:
     """Compare all ranks before any data is exchanged, and return what the manifest says of the start.
 
@@ -49,21 +51,20 @@ def startup_facts(
         mesh: Its groups.
         task: The run's.
         tokenizer: The run's.
-        initial: Digest of the weights that the run began with; None: those that the model has now.
+        initial: Digest of the weights that the run began with.
 
     Raises:
         DisagreementError: On every rank, naming the ranks with another contract, code, kernels, task or
             initial weights.
     """
     contract, certificate = models.contract, models.certificate
-    weights = weights_digest(models.trainer)
     ours = (
         contract.sha256,
         source_hash(),
         certificate.digest,
         agreed_hash(config),
         task.content_hash,
-        weights,
+        initial,
     )
     mine = bytes.fromhex("".join(ours))
     every = collectives.gather(
@@ -92,7 +93,7 @@ def startup_facts(
         tokenizer=tokenizer.name,
         tokenizer_hash=tokenizer.content_hash,
         chat_template_hash=tokenizer.template_hash,
-        initial_weights_digest=initial or weights,
+        initial_weights_digest=initial,
         weight_source=_weight_source(config, mesh),
         kernels=kernels,
         certificate={
@@ -117,13 +118,25 @@ def _weight_source(config: Config, mesh: Mesh) -> WeightSource | None:
 class Evidence:
     """Bring each rollout's evidence together and let rank 0 write it."""
 
-    def __init__(self, job: Job, mesh: Mesh, models: Models) -> None:
-        """Open the recorder on rank 0."""
+    def __init__(self, job: Job, mesh: Mesh, models: Models, eos_ids: tuple[int, ...]) -> None:
+        """Open the recorder on rank 0; the models hold their initial weights."""
+        self._eos_ids, self._run_dir = eos_ids, Path(job.run_dir)
         self._config, self._mesh, self._models = job.config, mesh, models
         self._recorder = Recorder(job.run_dir, job.first_rollout) if mesh.world.index == 0 else None
         self._initial = weight_entries(models.trainer)
         self._bound: list[int] | None = None
         self._started = time.monotonic()
+
+    def warmed(self, warmup: Warmup | None) -> None:
+        """Write what a warm-up recorded, if there was one; every rank calls it.
+
+        Raises:
+            DisagreementError: On every rank, where one holds other weights than rank 0.
+        """
+        if warmup is not None:
+            self._same_everywhere([warmup.weights_digest])
+            if self._recorder is not None:
+                warmup.write(self._run_dir / WARMUP_NAME)
 
     def bind(self, batch: RolloutBatch, advantages: Tensor) -> None:
         """Fix what the rollout recorded before training computes its own side; every rank calls it.
@@ -280,11 +293,13 @@ class Evidence:
             "rollout/response_length_mean": active / len(rewards),
             "rollout/response_length_max": int(lengths.max()),
             "rollout/response_length_min": int(lengths.min()),
+            "rollout/truncated_fraction": batch.truncated(self._eos_ids) / len(rewards),
             "rollout/weight_version": versions[0],
             "reward/mean": float(np.mean(rewards)),
             "reward/std": float(np.std(rewards)),
             "reward/min": min(rewards),
             "reward/max": max(rewards),
+            "reward/solved_fraction": sum(max(g) >= 1.0 for g in groups) / len(groups),
             "reward/constant_groups_fraction": sum(min(g) == max(g) for g in groups) / len(groups),
             "reward/advantage_max_abs": float(advantages.abs().max()),
             **laps,

@@ -29,6 +29,7 @@ from rlsp.report.follow import Follower
 from rlsp.report.recorder import CONSISTENCY_NAME
 from rlsp.report.records import ConsistencyReport, TotalEvidence
 from rlsp.report.tracker import open_tracker
+from rlsp.report.warmup import read_warmup
 from rlsp.segments import Patience, begin, hint, start_again
 from rlsp.worker import RUN_RANK, board_path, error_path, host_log_path
 
@@ -113,7 +114,7 @@ def _supervise(
             try:
                 with progress.open_display(job, Console(highlight=False)) as display:
                     patience = Patience(job.config, board, display.note)
-                    _follow(ranks, display, wake, patience, Follower(job.run_dir, job.first_rollout))
+                    _follow(ranks, display, wake, patience, Follower(job.run_dir, job.first_rollout), job)
             except BaseException as error:
                 failure = error
             stopped_by = wake.received.name if wake.received else None
@@ -316,14 +317,17 @@ def _stopped_early(job: Job, stopped_by: str | None) -> Abort | None:
 
 
 def _follow(
-    ranks: Ranks, display: progress.Display, wake: Wake, patience: Patience, follower: Follower
+    ranks: Ranks, display: progress.Display, wake: Wake, patience: Patience, follower: Follower, job: Job
 ) -> None:
-    """Show rows and phases until the host has ended; pass a signal on once patience is over."""
-    running = True
+    """Show the warm-up, rows and phases until the host has ended; pass a signal on once patience is over."""
+    running, warming = True, job.config.warmup.steps > 0 and not job.first_rollout
     while running:
         running = ranks.listen(wake, _TICK_S)
         if patience.is_over(wake.signals):
             ranks.stop()
+        if warming and (warmup := read_warmup(Path(job.run_dir))):
+            display.note(warmup.text)
+            warming = False
         for row in follower.new_rows():
             display.row(row)
         display.tick(ranks.board.read())

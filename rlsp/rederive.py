@@ -17,6 +17,7 @@ from rlsp.report import tensors as tensor_file
 from rlsp.report.diagnose_records import Answer, Request, answer_path, request_path
 from rlsp.report.recorder import CONSISTENCY_NAME
 from rlsp.report.records import ConsistencyReport, RolloutRecord
+from rlsp.report.warmup import read_warmup
 from rlsp.rl.batch import RolloutBatch
 from rlsp.rl.forward import Forward
 from rlsp.rl.rollout.native import Sequence
@@ -32,8 +33,8 @@ from rlsp.run import (
     sequences_of,
     trainer_of,
 )
-from rlsp.task import task_of
-from rlsp.tokenizer import open_tokenizer
+from rlsp.task import open_task
+from rlsp.warmup import warm_up
 
 
 class NotProvedError(RuntimeError):
@@ -71,11 +72,14 @@ def _answer(job: Job, place: Place, request: Request) -> Answer:
     board.phase("certifying kernels and building the model")
     device = device_of(config, place)
     models = assemble(config, mesh, device)
-    tokenizer = open_tokenizer(config)
+    tokenizer, task = open_task(config)
     trainer = trainer_of(config, models, mesh)
     rollouts = rollouts_of(job, models, mesh, tokenizer)
     run_dir, rollout = Path(request.run_dir), request.rollout
     records = ConsistencyReport.read(run_dir / CONSISTENCY_NAME).rollouts
+    warmed, warmup = warm_up(job, trainer, task, tokenizer, board), read_warmup(run_dir)
+    if warmed is not None and warmup is not None:
+        _prove(warmed.weights_digest, warmup.weights_digest, "the weights after the warm-up", mesh, device)
     for index in range(rollout):
         board.phase(f"training on rollout {index} again")
         _train_again(config, trainer, run_dir, records[index])
@@ -87,7 +91,7 @@ def _answer(job: Job, place: Place, request: Request) -> Answer:
     for side, made, recorded in zip(("training", "the rollout"), digests, wanted, strict=True):
         _prove(made, recorded, f"the weights of {side} at rollout {rollout}", mesh, device)
     batch, train, _ = _load(run_dir, stored)
-    sequences = sequences_of(config, task_of(config, tokenizer), rollout)
+    sequences = sequences_of(config, task, rollout)
     _prove_prompts(sequences, batch)
     board.phase(f"replaying sample {request.sample} of rollout {rollout}")
     sampling = sampling_of(config, rollout, tokenizer)

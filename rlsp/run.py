@@ -37,6 +37,7 @@ from rlsp.rl.task import Task, Tokenizer
 from rlsp.rl.update import Objective, Step, Trainer
 from rlsp.stopwatch import Stopwatch
 from rlsp.task import judge_of, open_task, reward_limit_s
+from rlsp.warmup import warm_up
 
 
 def run_rank(job: Job, place: Place) -> None:
@@ -63,7 +64,8 @@ def _live(job: Job, place: Place) -> None:
     checkpoints = Checkpoints(job, board, mesh, trainer)
     _announce(job, models, mesh, task, tokenizer, checkpoints)
     rollouts = rollouts_of(job, models, mesh, tokenizer)
-    evidence = Evidence(job, mesh, models)
+    evidence = Evidence(job, mesh, models, tokenizer.eos_ids)
+    evidence.warmed(warm_up(job, trainer, task, tokenizer, board))
     diagnostics = Diagnostics(job, trainer, rollouts.engine, mesh)
     for index in checkpoints.rollouts():
         version = trainer.optimizer.steps
@@ -89,11 +91,10 @@ def _live(job: Job, place: Place) -> None:
         watch.lap("old_logprob")
 
         diagnostics.remember()
-        steps: list[Step] = []
-        for update in range(config.updates_per_rollout):
-            board.phase(f"rollout {index}: update {update}, forward and backward")
-            steps.append(trainer.update(batch, weighted, old_logp))
-            _check_agreement(mesh)
+        steps = [
+            _update(f"rollout {index}: update {update}", trainer, batch, weighted, old_logp, mesh, board)
+            for update in range(config.updates_per_rollout)
+        ]
         watch.lap("train")
 
         board.phase(f"rollout {index}: writing evidence")
@@ -137,10 +138,21 @@ def _export(job: Job, models: Models, mesh: Mesh, board: BoardWriter) -> None:
         write_folder(models.trainer, job.config.model, Path(job.run_dir) / EXPORT_NAME, mesh.world)
 
 
-def _check_agreement(mesh: Mesh) -> None:
-    """Let every group compare what its ranks called."""
+def _update(
+    name: str,
+    trainer: Trainer,
+    batch: RolloutBatch,
+    weighted: Tensor,
+    old_logp: Tensor,
+    mesh: Mesh,
+    board: BoardWriter,
+) -> Step:
+    """Take one step, then let every group compare what its ranks called."""
+    board.phase(f"{name}, forward and backward")
+    step = trainer.update(batch, weighted, old_logp)
     for group in mesh.groups:
         collectives.check_agreement(group)
+    return step
 
 
 def mesh_of(config: Config, place: Place) -> Mesh:
@@ -180,7 +192,7 @@ def join(job: Job, place: Place) -> None:
 
 def sequences_of(config: Config, task: Task, rollout: int) -> list[Sequence]:
     """Return the rollout's sequences: every prompt's samples side by side; no index comes twice in a run."""
-    first = rollout * config.prompts_per_rollout
+    first = config.first_prompt(rollout)
     prompts = [task.prompt(first + prompt) for prompt in range(config.prompts_per_rollout)]
     return [
         Sequence(index, sample, prompt.tokens, prompt.limit)
@@ -213,7 +225,7 @@ def _rewards(
             judge,
             responses,
             rollout=rollout,
-            first=rollout * config.prompts_per_rollout,
+            first=config.first_prompt(rollout),
             samples=config.samples_per_prompt,
             decode=tokenizer.decode,
             within_s=reward_limit_s(config),

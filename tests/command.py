@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,15 @@ import pytest
 import rlsp.launch
 from rlsp.cli.main import main
 from rlsp.config import Job
+
+LIGHT = "task=arithmetic"
+"""What tests run in the place of the default task: no extra to install, no warm-up, less to wait for."""
+
+
+def light(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Add the light task to the arguments of a command, unless they choose one."""
+    chosen = any(text.startswith(("task=", "experiment=")) for text in arguments)
+    return tuple(arguments) if chosen else (*arguments, LIGHT)
 
 
 class Console:
@@ -27,7 +36,7 @@ class Console:
         monkeypatch.setattr(rlsp.launch, "execute", self._execute)
 
     def __call__(self, *arguments: str) -> int:
-        self._monkeypatch.setattr(sys, "argv", ["rlsp", *arguments])
+        self._monkeypatch.setattr(sys, "argv", ["rlsp", *light(arguments)])
         status = main()
         self.printed, self.errors = self._capsys.readouterr()
         assert "Traceback" not in self.errors

@@ -17,7 +17,7 @@ from jaxtyping import install_import_hook
 # Before anything of rlsp is imported: every annotated shape of these packages is checked at each call.
 install_import_hook(("rlsp.rl", "rlsp.bits", "rlsp.numerics"), "beartype.beartype")
 
-from command import Console  # noqa: E402
+from command import Console, light  # noqa: E402
 
 from rlsp.cli.compose import Composer, checked, open_composer  # noqa: E402
 from rlsp.config import Config  # noqa: E402
@@ -41,12 +41,15 @@ def composer() -> Iterator[Composer]:
 
 @pytest.fixture(scope="session")
 def compose() -> Callable[..., Config]:
-    """Compose and check a config from overrides, as the command line would; configs are frozen, so shared."""
+    """Compose and check a config from overrides, as the command line would; configs are frozen, so shared.
+
+    Without a task or an experiment among them the task is the light one (`command.LIGHT`).
+    """
 
     @cache
     def composed(*overrides: str) -> Config:
         with composer() as opened:
-            return checked(opened.compose(overrides))
+            return checked(opened.compose(light(overrides)))
 
     return composed
 

@@ -130,6 +130,7 @@ def plain_config(**changes: Any) -> dict[str, Any]:
             "template_options": {},
             "eos_ids": [],
         },
+        "warmup": {"steps": 0, "sequences": 4, "learning_rate": 1e-3},
         "device": {"kind": "cpu", "backend": "gloo"},
         "optimizer": {"kind": "adamw", "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.0},
         "tracker": {

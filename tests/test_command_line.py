@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import Console, raising
+from command import LIGHT, Console, raising
 
 from rlsp.cli import machine
 from rlsp.config import Job
@@ -117,8 +117,8 @@ def test_a_good_run_gets_one_job_in_a_folder_of_its_own(rlsp_command: Console) -
     assert rlsp_command("seed=3", "name=mine") == 0
     (job,) = rlsp_command.jobs
     assert Path(job.run_dir) == rlsp_command.folder / "outputs" / "mine" / job.run_id
-    assert (job.config.seed, job.overrides) == (3, ("seed=3", "name=mine"))
-    assert job.command_line == ("rlsp", "seed=3", "name=mine")
+    assert (job.config.seed, job.overrides) == (3, ("seed=3", "name=mine", LIGHT))
+    assert job.command_line == ("rlsp", "seed=3", "name=mine", LIGHT)
     assert job.config.tracker.group is None
     assert sorted(path.name for path in Path(job.run_dir).iterdir()) == [".hydra", "logs"]
     assert sorted(path.name for path in (Path(job.run_dir) / ".hydra").iterdir()) == [

@@ -57,6 +57,9 @@ ILLEGAL: dict[str, tuple[Any, ...]] = {
     "temperature": (0.0, -1.0, 1e-7, 1e7, nan, inf),
     "grad_clip": NOT_NEGATIVE,
     "resume": ("", "x" * 4097, "a\0b"),
+    "warmup.steps": (-1, 10**6 + 1),
+    "warmup.sequences": COUNT,
+    "warmup.learning_rate": NOT_NEGATIVE,
     "model.name": ("", "a/b"),
     "model.num_layers": COUNT,
     "model.hidden_size": COUNT,
@@ -283,6 +286,14 @@ CROSSED = [
         {"correction.kind": CorrectionKind.token_tis, "numerics.routes.ffn": "native"},
         "correction.kind=token_tis: legal: none with reuse_rollout_logprob=true "
         "(the loss's own ratio has the correction in it)",
+    ),
+    (
+        {"warmup.steps": 2, "task.kind": TaskKind.constant},
+        "warmup.steps=2: legal: 0 (task.kind=constant has no solutions)",
+    ),
+    (
+        {"warmup.steps": 2, "warmup.sequences": 3, "parallel.dp": 4},
+        "warmup.sequences=3: legal: at least parallel.dp=4",
     ),
     (
         {"correction.lower": 2.0},

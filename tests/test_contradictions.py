@@ -110,6 +110,7 @@ def test_a_row_of_metrics_that_the_evidence_does_not_give_is_found(run_dir, name
         ("reward/std", 9.0),
         ("reward/min", -9.0),
         ("reward/max", 9.0),
+        ("reward/solved_fraction", 9.0),
         ("reward/constant_groups_fraction", 0.5),
         ("reward/advantage_max_abs", 9.0),
     ],

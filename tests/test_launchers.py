@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command import Console
+from command import LIGHT, Console
 from conftest import composer
 from hydra.types import RunMode
 from launch_owner import environment
@@ -27,6 +27,7 @@ from rlsp.report.verify_sweep import verify_sweep
 
 SWEEP_YAML = Path(__file__).parents[1] / "docs" / "wandb_sweep.yaml"
 SMALL = (
+    LIGHT,
     "prompts_per_rollout=1",
     "tracker=none",
     "launch.grace_s=2",

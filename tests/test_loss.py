@@ -14,7 +14,7 @@ from rlsp.numerics.hashing import hash_words
 from rlsp.rl.loss import TokenLoss, token_loss
 
 COEFFICIENTS = {"clip_ratio": 0.2, "kl_coef": 0.3, "entropy_coef": 0.1}
-FIELDS = ("loss", "policy", "kl", "ratio")
+FIELDS = ("loss", "policy", "kl", "ratio", "approx_kl")
 
 
 def uniform(low: float, high: float, count: int, stream: int, dtype: torch.dtype) -> Tensor:
@@ -56,6 +56,7 @@ def test_each_token_has_the_published_loss() -> None:
         policy = -min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
         kl = math.exp(ref - logp) - 1 - (ref - logp)
         assert float(result.ratio[t]) == pytest.approx(ratio, rel=1e-12)
+        assert float(result.approx_kl[t]) == pytest.approx(ratio - 1 - math.log(ratio), rel=1e-9, abs=1e-15)
         assert float(result.policy[t]) == pytest.approx(policy, rel=1e-12)
         assert float(result.kl[t]) == pytest.approx(kl, rel=1e-9)
         assert float(result.loss[t]) == pytest.approx(policy + 0.3 * kl - 0.1 * entropy, rel=1e-12)

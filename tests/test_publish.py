@@ -59,7 +59,7 @@ def test_every_figure_is_a_picture_of_its_own_that_the_page_shows(sweep: Path, t
     main([str(sweep), "--out", str(tmp_path)])
     figures = sorted(tmp_path.glob("*.svg"))
     page = (tmp_path / "README.md").read_text()
-    assert len(figures) == 4
+    assert len(figures) == 7
     for figure in figures:
         root = ElementTree.parse(figure).getroot()
         assert root.tag == "{http://www.w3.org/2000/svg}svg"

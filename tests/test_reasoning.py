@@ -166,11 +166,13 @@ def test_without_the_package_the_run_is_refused_with_the_way_to_get_it(
     rlsp_command: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reasoning, "is_installed", lambda: False)
-    assert rlsp_command("task=reasoning_gym") == 2
-    assert rlsp_command.errors.splitlines()[1:] == [
-        "  task.dataset=chain_sum: legal: what can be asked here; "
-        "reasoning-gym is not installed: it comes with `pip install 'rlsp[tasks]'`"
-    ]
+    for task in ("reasoning_gym", "chain_sum"):
+        assert rlsp_command(f"task={task}") == 2
+        assert rlsp_command.errors.splitlines()[1:] == [
+            "  task.dataset=chain_sum: legal: what can be asked here; "
+            "reasoning-gym is not installed: it comes with `pip install 'rlsp[tasks]'`, whose pycosat needs "
+            "a C compiler; task=arithmetic needs neither"
+        ]
     assert rlsp_command.left() == []
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import LIGHT
 from report_fixtures import (
     NAMES,
     digest_of,
@@ -32,7 +33,7 @@ from rlsp.report.recorder import Recorder
 from rlsp.report.sweep import SweepSummary
 
 ROLLOUTS = 2
-SWEPT = ("num_rollouts=2", "tracker=none", "prompts_per_rollout=2")
+SWEPT = (LIGHT, "num_rollouts=2", "tracker=none", "prompts_per_rollout=2")
 
 
 def leave_evidence(job: Job, change: Callable[[int, dict[str, Any]], None], rollouts: int) -> int:

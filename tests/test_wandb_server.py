@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import LIGHT
 from launch_owner import RUN_ID as OWNED_ID
 from launch_owner import Owner, job_of_two_ranks
 from report_fixtures import RUN_ID, make_job, write_run
@@ -122,6 +123,7 @@ def swept(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
     """Run two jobs online through the `rlsp` command; many tests look at what arrived."""
     folder = tmp_path_factory.mktemp("swept") / "sweep_one"
     overrides = (
+        LIGHT,
         "parallel=cp1_tp1_sp1",
         "num_rollouts=2",
         "prompts_per_rollout=2",

@@ -35,6 +35,7 @@ from rlsp.config.schema import (
     TaskConfig,
     TokenizerConfig,
     TrackerConfig,
+    WarmupConfig,
     from_plain,
     register_schema,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "TrackerConfig",
     "TrackerMode",
     "Violation",
+    "WarmupConfig",
     "from_plain",
     "leaf_kinds",
     "legal_text",

@@ -221,6 +221,16 @@ CROSS_RULES = (
         lambda c: f"{divisors(c.numerics.virtual_tp)} (divisors of numerics.virtual_tp)",
     ),
     CrossRule(
+        ("warmup.steps", "task.kind"),
+        lambda c: c.warmup.steps == 0 or c.task.kind is not TaskKind.constant,
+        lambda c: f"0 (task.kind={c.task.kind.name} has no solutions)",
+    ),
+    CrossRule(
+        ("warmup.sequences", "warmup.steps", "parallel.dp"),
+        lambda c: c.warmup.steps == 0 or c.parallel.dp <= c.warmup.sequences,
+        lambda c: f"at least parallel.dp={c.parallel.dp}",
+    ),
+    CrossRule(
         ("rollout.tp", "rollout.engine", "rollout.engines", *_WORLD),
         lambda c: c.rollout.external or c.rollout.engines is not None or c.world_size % c.rollout.tp == 0,
         lambda c: f"a divisor of the world size {c.world_size}, or any that fits with rollout.engines stated",

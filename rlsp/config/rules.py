@@ -92,6 +92,7 @@ Port = Annotated[int, Rule("an integer in 1..65535", _within(1, 65535))]
 Host = Annotated[
     str, Rule("the name or address of a machine", _matches(r"[A-Za-z0-9:][A-Za-z0-9._:%-]{0,252}"))
 ]
+Steps = Annotated[int, Rule(f"an integer in 0..{_MAX_COUNT}", _within(0, _MAX_COUNT))]
 Vocab = Annotated[int, Rule(f"an integer in 2..{_MAX_COUNT}", _within(2, _MAX_COUNT))]
 GradLsb = Annotated[int, Rule("an integer in 20..50", _within(20, 50))]
 Threads = Annotated[

@@ -48,6 +48,7 @@ from rlsp.config.rules import (
     Run,
     Seconds,
     Seed,
+    Steps,
     Tag,
     Temperature,
     Text,
@@ -223,6 +224,17 @@ class TokenizerConfig:
     eos_ids: tuple[TokenId, ...]
 
 
+class WarmupConfig:
+    """Take supervised steps on the task's own solutions before the first rollout; 0 steps for none.
+
+    sequences counts those of a step; the learning rate is the warm-up's own.
+    """
+
+    steps: Steps
+    sequences: Count
+    learning_rate: NotNegative
+
+
 @dataclass(frozen=True)
 class DeviceConfig:
     """Choose the device and the process-group backend that serves it."""
@@ -325,6 +337,7 @@ class Config:
     numerics: NumericsConfig
     task: TaskConfig
     tokenizer: TokenizerConfig
+    warmup: WarmupConfig
     device: DeviceConfig
     optimizer: OptimizerConfig
     correction: CorrectionConfig
@@ -377,6 +390,10 @@ class Config:
     def sequences_per_rollout(self) -> int:
         """Count the sequences of one rollout."""
         return self.prompts_per_rollout * self.samples_per_prompt
+
+    def first_prompt(self, rollout: int) -> int:
+        """Return the index of a rollout's first prompt: rollouts go on where the warm-up ends."""
+        return self.warmup.steps * self.warmup.sequences + rollout * self.prompts_per_rollout
 
     @property
     def padded_vocab(self) -> int:

@@ -23,7 +23,7 @@ class Models:
 
     Attributes:
         trainer: The policy in the training layout.
-        reference: The initial policy in the same layout, where kl_coef is above 0.
+        reference: The policy that RL begins with, in the same layout, where kl_coef is above 0.
         engine: The policy in the rollout layout; None where this rank idles during rollout, or the
             engine is not rlsp's.
         contract: The numeric contract that all of them keep.

@@ -19,15 +19,17 @@ from rlsp.report.compare_records import (
     State,
 )
 from rlsp.report.compare_rules import notes, refusals
-from rlsp.report.compare_stages import Found, Pair, Recorded, compare_initial
+from rlsp.report.compare_stages import Found, Pair, Recorded, compare_initial, compare_warmups
 from rlsp.report.digests import RolloutDigests, digests_path
 from rlsp.report.evidence import RunEvidence
 from rlsp.report.files import EvidenceError, shown
 from rlsp.report.manifest import MANIFEST_NAME, Manifest
 from rlsp.report.verdict import verify
+from rlsp.report.warmup import Warmup
 
 _UNITS = {
     Stage.INITIAL_WEIGHTS: "virtual shards",
+    Stage.WARM_UP: "losses, norms and weights",
     Stage.REWARDS: "samples",
     Stage.ADVANTAGES: "samples",
     Stage.LOSS: "updates",
@@ -48,6 +50,7 @@ class _Run:
     rollouts: int
     facts: RunFacts
     contradictions: tuple[str, ...]
+    warmup: Warmup | None
 
     def recorded(self, index: int) -> Recorded:
         """Read one rollout."""
@@ -110,7 +113,7 @@ def _open(side: str, folder: Path) -> tuple[_Run | None, list[str]]:
     facts = _facts(evidence.manifest, verification.judgement.verdict.value, rollouts)
     # What whole and sealed files state differently is a finding: its first trace in the bits is looked for.
     odd = tuple(shown(f"run {side} contradicts itself: {what}") for what in evidence.contradictions)
-    return _Run(folder, evidence.manifest, owners, rollouts, facts, odd), []
+    return _Run(folder, evidence.manifest, owners, rollouts, facts, odd, evidence.warmup), []
 
 
 def _first_few(lines: tuple[str, ...]) -> tuple[str, ...]:
@@ -147,6 +150,8 @@ def _facts(manifest: Manifest, verdict: str, rollouts: int) -> RunFacts:
 def _walk(a: _Run, b: _Run, common: int) -> Iterator[Found]:
     """Yield every stage of every rollout, in the order in which things happen."""
     yield _initial(a, b, common)
+    if a.warmup is not None and b.warmup is not None:
+        yield compare_warmups(a.warmup, b.warmup, (a.owners[0], b.owners[0]))
     for index in range(common):
         pair = a.recorded(index), b.recorded(index)
         for what, mine, other in (
@@ -195,7 +200,9 @@ def _summarised(walk: Iterator[Found]) -> tuple[StageResult, ...]:
         if found.first is not None:
             # A dict keeps the order of insertion: the walk's.
             firsts.setdefault(found.stage, found.first)
-    return tuple(_result(stage, compared[stage], differing[stage], firsts) for stage in Stage)
+    # Most runs have no warm-up: then there is no such stage.
+    stages = [stage for stage in Stage if compared[stage] or stage is not Stage.WARM_UP]
+    return tuple(_result(stage, compared[stage], differing[stage], firsts) for stage in stages)
 
 
 def _result(stage: Stage, compared: int, differing: int, firsts: Mapping[Stage, Difference]) -> StageResult:

@@ -12,6 +12,7 @@ class Stage(Enum):
     """What is compared, in the order in which it happens; from TOKENS on once a rollout or update."""
 
     INITIAL_WEIGHTS = "initial weights"
+    WARM_UP = "warm-up"
     TOKENS = "tokens"
     ROLLOUT_LOGPROB = "rollout log-prob"
     ROLLOUT_ROWS = "rollout row"

@@ -14,6 +14,7 @@ from rlsp.report.compare_order import backward_order, forward_order, optimizer_o
 from rlsp.report.compare_owners import Owners, Ranks
 from rlsp.report.compare_records import Difference, Side, Stage
 from rlsp.report.digests import RolloutDigests, UpdateDigests
+from rlsp.report.warmup import Warmup
 
 Array = npt.NDArray[np.generic]
 Mask = npt.NDArray[np.bool_]
@@ -165,6 +166,34 @@ class Pair:
 def compare_initial(a: Table, b: Table, owners: tuple[Owners, Owners]) -> Found:
     """Compare the initial weights, tensors in forward order."""
     return _tables(Stage.INITIAL_WEIGHTS, (None, None), (a, b), owners, forward_order)
+
+
+def compare_warmups(a: Warmup, b: Warmup, owners: tuple[Owners, Owners]) -> Found:
+    """Compare loss and gradient norm of every step of two warm-ups, then the weights that they ended with."""
+    columns = [
+        [
+            *(
+                (what, f"0x{bits}", value)
+                for number, step in enumerate(run.steps)
+                for what, bits, value in (
+                    (f"loss of step {number}", step.loss_bits, step.loss),
+                    (f"gradient norm of step {number}", step.gradient_norm_bits, step.gradient_norm),
+                )
+            ),
+            ("weights after the last step", f"0x{run.weights_digest}", None),
+        ]
+        for run in (a, b)
+    ]
+    differing = [pair for pair in zip(*columns, strict=False) if pair[0] != pair[1]]
+    first = None
+    if differing:
+        first = _difference(
+            Stage.WARM_UP,
+            [(bits, value) for _, bits, value in differing[0]],
+            [side.everyone() for side in owners],
+            explanation=f"the {differing[0][0][0]} of the warm-up",
+        )
+    return Found(Stage.WARM_UP, len(columns[0]), len(differing), first)
 
 
 def compare_update(

@@ -132,6 +132,7 @@ def row_metrics(tensors: Mapping[str, Array], group: int) -> dict[str, float]:
         "reward/std": float(np.std(rewards)),
         "reward/min": min(rewards),
         "reward/max": max(rewards),
+        "reward/solved_fraction": sum(max(g) >= 1.0 for g in groups) / len(groups),
         "reward/constant_groups_fraction": sum(min(g) == max(g) for g in groups) / len(groups),
         "reward/advantage_max_abs": float(np.max(np.abs(tensors["advantages"]))),
     }

@@ -189,17 +189,19 @@ _MISMATCH = Section(
 )
 _LEARNING = Section(
     "3 Learning",
-    "Reward, entropy and KL to the initial policy; a group whose samples all got one reward teaches "
-    "nothing, and responses whose mean length is the longest were all cut off.",
+    "Reward, entropy and KL; a group whose samples all got one reward teaches nothing, and a response "
+    "that was cut off had no room for its end.",
     (
         Panel("Reward", ("reward/mean", "reward/min", "reward/max")),
         Panel("Reward, standard deviation", ("reward/std",)),
+        Panel("Prompts that a sample solved", ("reward/solved_fraction",)),
         Panel(
             "Groups of one reward; |advantage|",
             ("reward/constant_groups_fraction", "reward/advantage_max_abs"),
         ),
         Panel("Entropy, nats", ("train/entropy",)),
-        Panel("KL to the initial policy, k3", ("train/kl",)),
+        Panel("KL to the policy that RL began with, k3", ("train/kl",)),
+        Panel("KL from the old policy, k3", ("train/approx_kl",)),
         Panel("Loss", ("train/loss", "train/policy_loss")),
         Panel("Gradient norm, before clipping", ("train/gradient_norm",), log=True),
         Panel("Clipping", ("train/clip_fraction", "train/clip_coefficient")),
@@ -214,6 +216,7 @@ _LEARNING = Section(
             "Response length, tokens",
             ("rollout/response_length_mean", "rollout/response_length_min", "rollout/response_length_max"),
         ),
+        Panel("Responses cut off", ("rollout/truncated_fraction",)),
     ),
 )
 _TIME = Section(

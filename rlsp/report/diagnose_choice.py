@@ -16,6 +16,7 @@ from rlsp.report.provenance import package_versions, source_hash
 from rlsp.report.recorder import CONSISTENCY_NAME
 from rlsp.report.records import ConsistencyReport, RolloutRecord
 from rlsp.report.verdict import verify
+from rlsp.report.warmup import read_warmup
 
 # What kernels and modules come from: other versions may compute other bits.
 _PACKAGES = ("torch", "megatron-core", "numpy")
@@ -139,6 +140,8 @@ def _notes(run_dir: Path, manifest: Manifest) -> tuple[str, ...]:
     notes = [f"damaged evidence: {line}" for line in verify(run_dir).damage]
     if manifest.code.source_hash != source_hash():
         notes.append("the code is not the one that ran")
+    if warmup := read_warmup(run_dir):
+        notes.append(f"the replay takes the {len(warmup.steps)} steps of the warm-up again")
     held = package_versions()
     notes += [
         f"{name} is {held.get(name)}, the run had {manifest.packages.get(name)}"

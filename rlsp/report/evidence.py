@@ -31,6 +31,7 @@ from rlsp.report.metrics import STEP
 from rlsp.report.planned import Planned
 from rlsp.report.recorder import CONSISTENCY_NAME, METRICS_NAME, parse_row, whole_rows
 from rlsp.report.segment_rules import of_checkpoints, of_segments
+from rlsp.report.warmup import Warmup, read_warmup, warmup_faults
 
 _INDEX_DIGITS = 19
 
@@ -65,6 +66,7 @@ class RunEvidence:
     Attributes:
         manifest: None if it is missing or damaged.
         planned: What the composed config promised; None if the manifest does not say.
+        warmup: What warmup.json says; None if there is none or it is damaged.
         records: Entries of consistency.json by index.
         measured: Tensor files by index.
         digested: Indices of the digest files.
@@ -77,6 +79,7 @@ class RunEvidence:
 
     manifest: Manifest | None
     planned: Planned | None
+    warmup: Warmup | None
     records: dict[int, RolloutRecord]
     measured: dict[int, Measured]
     digested: tuple[int, ...]
@@ -126,6 +129,9 @@ def collect(run_dir: Path) -> RunEvidence:
     initial = manifest.startup.initial_weights_digest if manifest and manifest.startup else None
     losses = {index: _loss(path, records.get(index), initial, faults) for index, path in digest_files.items()}
     recorded = bool(records or measured or (run_dir / METRICS_NAME).exists())
+    warmup = _warmup(run_dir, faults)
+    if planned is not None:
+        contradicting += warmup_faults(warmup, planned.warmup.steps, initial, recorded=recorded)
     rows = _rows(run_dir, faults) if recorded else []
     for index, row in rows:
         if index in records:
@@ -135,6 +141,7 @@ def collect(run_dir: Path) -> RunEvidence:
     return RunEvidence(
         manifest,
         planned,
+        warmup,
         records,
         measured,
         tuple(digest_files),
@@ -159,6 +166,14 @@ def _manifest(run_dir: Path, faults: list[str]) -> tuple[Manifest | None, Planne
     found = [*of_manifest(manifest, planned), *of_segments(manifest)]
     faults += [f"{MANIFEST_NAME}: {fault}" for fault in found]
     return manifest, planned
+
+
+def _warmup(run_dir: Path, faults: list[str]) -> Warmup | None:
+    try:
+        return read_warmup(run_dir)
+    except EvidenceError as error:
+        faults.append(str(error))
+        return None
 
 
 def _job(run_dir: Path, manifest: Manifest, faults: list[str]) -> list[str]:

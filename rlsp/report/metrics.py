@@ -36,7 +36,8 @@ def _registry(*metrics: Metric) -> Mapping[str, Metric]:
 METRICS = _registry(
     Metric("train/loss", "the loss that is differentiated, per active token"),
     Metric("train/policy_loss", "its PPO part"),
-    Metric("train/kl", "k3 estimate of the KL to the initial policy, per active token"),
+    Metric("train/kl", "k3 estimate of the KL to the policy that RL began with, per active token"),
+    Metric("train/approx_kl", "k3 estimate of the KL from the old policy, per active token"),
     Metric("train/entropy", "mean entropy over the true vocabulary, nats"),
     Metric("train/gradient_norm", "norm of the last update's gradient, before clipping"),
     Metric("train/clip_coefficient", "what the last update's gradient was multiplied by"),
@@ -61,6 +62,7 @@ METRICS = _registry(
     Metric("rollout/response_length_mean", "mean response length, tokens"),
     Metric("rollout/response_length_max", "longest response, tokens", Keep.MAX),
     Metric("rollout/response_length_min", "shortest response, tokens", Keep.MIN),
+    Metric("rollout/truncated_fraction", "part of the responses that do not end with the EOS token"),
     Metric("rollout/weight_version", "version of the weights that drew the tokens"),
     Metric(
         "rollout/weights_found_fraction",
@@ -71,6 +73,7 @@ METRICS = _registry(
     Metric("reward/std", "standard deviation of the rewards"),
     Metric("reward/min", "smallest reward", Keep.MIN),
     Metric("reward/max", "largest reward", Keep.MAX),
+    Metric("reward/solved_fraction", "part of the prompts of which a sample earned 1 or more"),
     Metric(
         "reward/constant_groups_fraction", "part of the prompts whose samples all got one reward: no signal"
     ),

@@ -24,15 +24,16 @@ from rlsp.report.page import PAGE_NAME
 from rlsp.report.recorder import CONSISTENCY_NAME
 from rlsp.report.records import ConsistencyReport
 from rlsp.report.verdict import Judgement
+from rlsp.report.warmup import WARMUP_NAME, read_warmup
 
 if TYPE_CHECKING:
     import wandb
 
 _LOG = logging.getLogger(__name__)
-FILES = (MANIFEST_NAME, CONSISTENCY_NAME, VERDICT_NAME, PAGE_NAME)
+FILES = (MANIFEST_NAME, CONSISTENCY_NAME, WARMUP_NAME, VERDICT_NAME, PAGE_NAME)
 _ARTIFACTS = {
     "manifest": ("rlsp-manifest", (MANIFEST_NAME,)),
-    "consistency": ("rlsp-consistency-report", (CONSISTENCY_NAME, VERDICT_NAME, PAGE_NAME)),
+    "consistency": ("rlsp-consistency-report", (CONSISTENCY_NAME, WARMUP_NAME, VERDICT_NAME, PAGE_NAME)),
 }
 _MAX_NAME, _MAX_TAG = 128, 64
 _READ_LIMIT_S = 60.0
@@ -129,6 +130,10 @@ def send_summary(run: wandb.Run, run_dir: Path, judgement: Judgement | None) -> 
         run.summary.update(
             {f"{TOTAL_PREFIX}{name}": value for name, value in totals.items() if not isinstance(value, dict)}
         )
+    if warmup := read_warmup(run_dir):
+        run.summary["warmup/steps"] = len(warmup.steps)
+        run.summary["warmup/loss"] = warmup.steps[-1].loss
+        run.summary["warmup/weights_digest"] = warmup.weights_digest
     if (run_dir / MANIFEST_NAME).is_file():
         run.summary["manifest_sha256"] = sha256_file(run_dir / MANIFEST_NAME)
 

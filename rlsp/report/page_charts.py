@@ -114,7 +114,13 @@ CHARTS = (
         _logged(largest="consistency/max_abs", mean="consistency/mean_abs"),
         "consistency/max_abs, mean_abs",
     ),
-    Chart("Reward", "mean reward", Kind.LINES, _logged(mean="reward/mean"), "reward/mean"),
+    Chart(
+        "Reward",
+        "mean reward; part of the prompts",
+        Kind.LINES,
+        _logged(mean="reward/mean", prompts_that_a_sample_solved="reward/solved_fraction"),
+        "reward/mean, reward/solved_fraction",
+    ),
     Chart(
         "Gradient norm",
         "norm before clipping",
@@ -134,8 +140,12 @@ CHARTS = (
         "KL divergence",
         "nats per token",
         Kind.COUNTS,
-        _logged(to_the_initial_policy="train/kl", of_rollout_and_training="consistency/kl_k3"),
-        "train/kl, consistency/kl_k3",
+        _logged(
+            to_the_first_policy="train/kl",
+            from_the_old_policy="train/approx_kl",
+            of_rollout_and_training="consistency/kl_k3",
+        ),
+        "train/kl, train/approx_kl, consistency/kl_k3",
     ),
     Chart("Response length", "tokens", Kind.COUNTS, _lengths, "rollout/response_length_*"),
     Chart("Time", "seconds", Kind.PARTS, _times, "time/*_s"),
@@ -154,8 +164,10 @@ CHARTS = (
             tokens_whose_ratio_was_clipped="train/clip_fraction",
             prompts_with_constant_rewards="reward/constant_groups_fraction",
             tokens_whose_importance_was_cut="train/is_cut_fraction",
+            responses_that_were_cut_off="rollout/truncated_fraction",
         ),
-        "train/clip_fraction, train/is_cut_fraction, reward/constant_groups_fraction",
+        "train/clip_fraction, train/is_cut_fraction, reward/constant_groups_fraction, "
+        "rollout/truncated_fraction",
     ),
     Chart(
         "Importance weights",

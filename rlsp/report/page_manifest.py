@@ -45,6 +45,8 @@ def digests(source: Source) -> Element:
     manifest, records = source.run.manifest, sorted(source.run.records.items())
     startup = manifest.startup if manifest else None
     known: dict[str, str] = {"initial weights": startup.initial_weights_digest} if startup else {}
+    if source.run.warmup is not None:
+        known["weights after the warm-up"] = source.run.warmup.weights_digest
     if records:
         last = records[-1][1]
         known["weights at the end"] = last.weights_digest

@@ -31,6 +31,10 @@ class _Parallel(_Open):
     sp: Count
 
 
+class _Warmup(_Open):
+    steps: Annotated[int, Field(ge=0)]
+
+
 class _Rollout(_Open):
     engine: str
     tp: Count
@@ -71,6 +75,8 @@ class Planned(_Open):
     learning_rate: float
     entropy_coef: float
     reuse_rollout_logprob: bool
+    # Runs of earlier versions had none.
+    warmup: _Warmup = _Warmup(steps=0)
     model: _Model
     parallel: _Parallel
     rollout: _Rollout

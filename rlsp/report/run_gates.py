@@ -36,6 +36,9 @@ def version(run: RunEvidence) -> GateResult:
             )
         if index == 0:
             expected, source = startup.initial_weights_digest if startup else None, "the run began with"
+            if run.planned and run.planned.warmup.steps:
+                expected = run.warmup.weights_digest if run.warmup else None
+                source = "the warm-up ended with"
         else:
             last = run.records.get(index - 1)
             expected, source = last.weights_digest if last else None, f"rollout {index - 1} ended with"

@@ -84,7 +84,7 @@ def _readme(suite: Suite, figures: dict[str, tuple[str, bytes]]) -> str:
 
 
 def _figures(arms: Sequence[Arm]) -> dict[str, tuple[str, bytes]]:
-    """Draw the long arms, at most four: what differs, reward, seconds; by file name, with a caption."""
+    """Draw the long arms, at most four: differences, learning, seconds; by file name, with a caption."""
     longest = max(arm.rollouts for arm in arms)
     shown = [arm for arm in arms if arm.rollouts == longest][:_STYLES]
     found = {}
@@ -98,9 +98,14 @@ def _figures(arms: Sequence[Arm]) -> dict[str, tuple[str, bytes]]:
         ),
         ("max_abs", "consistency/max_abs", "nats", "largest difference of two log-probabilities", False),
         ("reward", "reward/mean", "reward", "mean reward", True),
+        ("entropy", "train/entropy", "nats", "mean entropy of a token", True),
+        ("length", "rollout/response_length_mean", "tokens", "mean response length", True),
+        ("truncated", "rollout/truncated_fraction", "part", "responses that were cut off", True),
         ("seconds", "time/total_s", "seconds", "seconds a rollout with its update", True),
     ):
         series, how = [arm.series(metric) for arm in shown], ""
+        if not any(one.points for one in series):
+            continue  # a run of an earlier version
         if noisy and longest > _SMOOTHED_ABOVE:
             series, how = [_smooth(one) for one in series], ", means of ten rollouts"
         caption = f"{what[0].upper()}{what[1:]}{how}: {', '.join(arm.name for arm in shown)}"

@@ -33,6 +33,10 @@ class RolloutBatch:
         """Count the response's tokens: the loss's normaliser, known before any backward pass."""
         return int(self.active_mask.sum())
 
+    def truncated(self, eos_ids: tuple[int, ...]) -> int:
+        """Count the sequences whose response does not end with the end-of-sequence token."""
+        return sum(not set(response[-1:]) & set(eos_ids) for response in self.responses())
+
     def to(self, device: torch.device) -> RolloutBatch:
         """Return the same batch on a device."""
         fields = (self.tokens, self.active_mask, self.lengths, self.logp, self.row_digest)

@@ -14,7 +14,7 @@ from rlsp.model.head import TokenScores
 from rlsp.rl.batch import RolloutBatch
 from rlsp.summation import exact_sums
 
-METRICS = ("loss", "policy_loss", "kl", "entropy", "clip_fraction")
+METRICS = ("loss", "policy_loss", "kl", "entropy", "clip_fraction", "approx_kl")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ class TokenLoss:
         policy: The clipped surrogate.
         kl: The k3 estimate of KL(policy || reference), not weighted; 0 where kl_coef is 0.
         ratio: exp(logp - old_logp).
+        approx_kl: The k3 estimate of KL(old policy || policy), ratio - 1 - log(ratio).
         clipped: Whether the clip holds the token's policy gradient at 0.
     """
 
@@ -26,6 +27,7 @@ class TokenLoss:
     policy: Float[Tensor, "*tokens"]
     kl: Float[Tensor, "*tokens"]
     ratio: Float[Tensor, "*tokens"]
+    approx_kl: Float[Tensor, "*tokens"]
     clipped: Bool[Tensor, "*tokens"]
 
 
@@ -72,8 +74,8 @@ def token_loss(
         # Before any arithmetic, so that backward multiplies no infinity by an inactive token's zero gradient.
         return torch.where(active_mask, x, 0.0)
 
-    logp, advantage = kept(logp), kept(advantage)
-    ratio, clipped, policy = _surrogate(logp, kept(old_logp.detach()), advantage, clip_ratio)
+    logp, advantage, old_logp = kept(logp), kept(advantage), kept(old_logp.detach())
+    ratio, clipped, policy = _surrogate(logp, old_logp, advantage, clip_ratio)
     loss = policy
     kl = torch.zeros_like(policy)
     if kl_coef > 0.0:
@@ -91,6 +93,7 @@ def token_loss(
         policy=kept(policy.detach()),
         kl=kept(kl.detach()),
         ratio=kept(ratio),
+        approx_kl=kept(ratio - 1.0 - (logp.detach() - old_logp)),
         clipped=clipped,
     )
 

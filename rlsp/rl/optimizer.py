@@ -48,6 +48,10 @@ class AdamW:
         self.first = {name: torch.zeros_like(x) for name, x in self.masters.items()}
         self.second = {name: torch.zeros_like(x) for name, x in self.masters.items()}
 
+    def fresh(self, model: PolicyModel) -> AdamW:
+        """Return an optimizer with the same constants that starts from the model's weights as they are."""
+        return AdamW(model, self._hyper)
+
     def named_state(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Yield (kind/name, tensor, sharded) for both moments and the masters."""
         for kind, tensors in (("exp_avg", self.first), ("exp_avg_sq", self.second), ("master", self.masters)):

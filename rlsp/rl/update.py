@@ -12,7 +12,7 @@ from rlsp import collectives
 from rlsp.groups import Mesh
 from rlsp.layout import Layout, assign_sequences, padded_length
 from rlsp.model.attention import Channel
-from rlsp.model.build import PolicyModel
+from rlsp.model.build import PolicyModel, copy_bits
 from rlsp.model.gradients import NativeParameter
 from rlsp.model.head import TokenScores
 from rlsp.model.weights import Entry, shard_entries, weight_entries
@@ -22,7 +22,7 @@ from rlsp.rl.forward import Forward, ForwardRecorder, Shard
 from rlsp.rl.loss import token_loss
 from rlsp.rl.optimizer import AdamW, clip_coefficient, gradient_norm
 from rlsp.sequence import local_positions
-from rlsp.summation import Guard, Span, gradient, reduce_sums
+from rlsp.summation import Guard, Span, exact_sums, gradient, reduce_sums
 
 
 class NonFiniteWeightsError(ArithmeticError):
@@ -68,6 +68,16 @@ class Step:
     weights: list[Entry]
 
 
+@dataclass(frozen=True)
+class _Descent:
+    """One optimizer step: gradients before clipping by name, with whether they are sharded; as in `Step`."""
+
+    gradients: dict[str, tuple[Tensor, bool]]
+    norm: float
+    clip: float
+    vanished_fraction: float
+
+
 class Trainer:
     """Own the policy, its exact accumulators and its optimizer on one rank of the training layout."""
 
@@ -80,7 +90,7 @@ class Trainer:
         layout: Layout,
         objective: Objective,
     ) -> None:
-        """Attach accumulators to `model`; `reference` is the initial policy where kl_coef is above 0."""
+        """Attach accumulators to `model`; `reference` is what RL begins with, where kl_coef is above 0."""
         self.model, self.reference, self.optimizer = model, reference, optimizer
         self._mesh, self._layout, self._objective = mesh, layout, objective
         self._guard = Guard()
@@ -116,17 +126,69 @@ class Trainer:
             NonFiniteWeightsError: The step left weights that are not finite; on every rank.
             ReplicaDriftError: Ranks of TP hold different bits of a gradient that they share; on all of them.
         """
-        batch, advantages = batch.to(self._device), advantages.to(self._device)
+        batch, advantages = batch.to(self._device), _by_token(advantages.to(self._device), batch)
         old_logp = batch.logp if old_logp is None else old_logp.to(self._device)
+        recorder = ForwardRecorder(batch)
+        descent = self._descend(
+            batch,
+            lambda shard: self._accumulate(shard, batch, advantages, old_logp, recorder),
+            self._objective.learning_rate,
+        )
+        gradients = ((name, *found) for name, found in descent.gradients.items())
+        return Step(
+            forward=recorder.forward(self._layout, self._mesh),
+            gradient_norm=descent.norm,
+            clip=descent.clip,
+            metrics=recorder.means(self._mesh, batch),
+            vanished_fraction=descent.vanished_fraction,
+            gradients=shard_entries(gradients, self._mesh.tp),
+            optimizer=shard_entries(self.optimizer.named_state(), self._mesh.tp),
+            weights=weight_entries(self.model),
+        )
+
+    def imitate(self, batch: RolloutBatch, learning_rate: float) -> tuple[float, float]:
+        """Take one supervised step: make the batch's active tokens more probable.
+
+        By the path of `update`: the same forward pass at the same temperature, the same exact sums, clipping
+        and optimizer.
+
+        Returns:
+            Mean negative log-probability over the active tokens and the gradient norm before clipping, the
+            same float64s on every rank and in every layout.
+
+        Raises: As `update` does.
+        """
+        batch = batch.to(self._device)
+        losses = [torch.zeros(0, device=self._device)]
+
+        def accumulate(shard: Shard) -> None:
+            logp = self._score(self.model, shard).logp.view(shard.positions.numel(), shard.rows.numel())
+            loss = torch.where(shard.active.t(), -logp, 0.0)
+            torch.autograd.backward(loss, torch.ones_like(loss))
+            losses.append(loss.detach().reshape(-1))
+
+        descent = self._descend(batch, accumulate, learning_rate)
+        total = exact_sums([torch.cat(losses)], self._mesh.token)[0]
+        return total / max(batch.active_tokens, 1), descent.norm
+
+    def restart(self) -> None:
+        """Begin anew from the weights as they are: a fresh optimizer, and this policy as the reference."""
+        self.optimizer = self.optimizer.fresh(self.model)
+        if self.reference is not None:
+            copy_bits(self.model, self.reference)
+
+    def _descend(
+        self, batch: RolloutBatch, accumulate: Callable[[Shard], None], learning_rate: float
+    ) -> _Descent:
+        """Run `accumulate` on every micro-batch, sum the gradients exactly and take the optimizer's step."""
         block = self.model.wiring.contract.block
         leaf_tokens = int((-(-batch.lengths // block) * block).sum())
         for item in self._sums:
             item.begin(leaf_tokens)
         for _, weight in self._natives:
             weight.main_grad.zero_()
-        recorder = ForwardRecorder(batch)
         for shard in self._micro_batches(batch):
-            self._accumulate(shard, batch, _by_token(advantages, batch), old_logp, recorder)
+            accumulate(shard)
         self._guard.settle(self._mesh.world)
         vanished = reduce_sums(self._sums, self._mesh.token, self._mesh.world)
         gradients = {item.name: gradient(item, batch.active_tokens) for item in self._sums}
@@ -134,19 +196,9 @@ class Trainer:
         named = {name: (gradients[name], sharded) for name, _, sharded in self.model.named_shards()}
         norm = gradient_norm(named, self._mesh.tp)
         clip = clip_coefficient(norm, self._objective.grad_clip)
-        hashed = shard_entries(((name, *found) for name, found in named.items()), self._mesh.tp)
-        self.optimizer.step(gradients, self._objective.learning_rate, clip)
+        self.optimizer.step(gradients, learning_rate, clip)
         self._require_finite_weights()
-        return Step(
-            forward=recorder.forward(self._layout, self._mesh),
-            gradient_norm=norm,
-            clip=clip,
-            metrics=recorder.means(self._mesh, batch),
-            vanished_fraction=vanished,
-            gradients=hashed,
-            optimizer=shard_entries(self.optimizer.named_state(), self._mesh.tp),
-            weights=weight_entries(self.model),
-        )
+        return _Descent(named, norm, clip, vanished)
 
     def rescore(
         self, batch: RolloutBatch, sample: int, look: Callable[[int, int, Tensor], None]
@@ -244,7 +296,14 @@ class Trainer:
         recorder.note(
             shard,
             scores,
-            (loss.loss.detach(), loss.policy.detach(), loss.kl.detach(), entropy, loss.clipped.float()),
+            (
+                loss.loss.detach(),
+                loss.policy.detach(),
+                loss.kl.detach(),
+                entropy,
+                loss.clipped.float(),
+                loss.approx_kl,
+            ),
         )
 
     def _score(self, model: PolicyModel, shard: Shard) -> TokenScores:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlsp.rl.task.arithmetic import ArithmeticTask, Sums
 from rlsp.rl.task.constant import ConstantTask
 from rlsp.rl.task.limited import LimitedTask
-from rlsp.rl.task.protocol import Message, Prompt, Task, TaskError, Tokenizer
+from rlsp.rl.task.protocol import Message, Prompt, Solved, Task, TaskError, Tokenizer
 from rlsp.rl.task.tokenizer import CharacterTokenizer
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "LimitedTask",
     "Message",
     "Prompt",
+    "Solved",
     "Task",
     "TaskError",
     "Tokenizer",

@@ -85,6 +85,10 @@ class ArithmeticTask:
         """Make the prompt of an index, e.g. "7+5="."""
         return self.sums.prompt(index)
 
+    def solution(self, index: int) -> str:
+        """Return the right answer."""
+        return self.sums.answer(index)
+
     def reward(self, index: int, response: Sequence[int]) -> float:
         """Score a response.
 

@@ -88,6 +88,18 @@ class JsonlTask:
             return float(body == until_eos(label.tokens, *self.tokenizer.eos_ids))
         return self.scorer.score(label, self.tokenizer.decode(body))
 
+    def solution(self, index: int) -> str:
+        """Return the label as the row has it, its derivation included.
+
+        Raises:
+            TaskError: It is token ids.
+        """
+        line = self._line(index)
+        label = self._row(line).label
+        if isinstance(label, Ids):
+            raise TaskError(f"{self.lines.where(line)}: a label of token ids is no text: warmup.steps=0")
+        return label
+
     def _line(self, index: int) -> int:
         if index < 0:
             raise ValueError(f"a prompt's index must be at least 0, not {index}")

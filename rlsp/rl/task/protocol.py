@@ -30,8 +30,9 @@ To write one's own, make a frozen dataclass with the members of `Task`; nothing 
 Rules: `prompt` and `reward` are pure functions of their arguments and the fields, so that any rank may call
 them, in any order, any number of times; any non-negative index is legal; a prompt is never empty; a reward is
 finite; a response may hold any token id, padding included, may lack an EOS (it was cut) and may be empty.
-`task=custom task.factory=module:function` takes it from anywhere (docs/tasks.md). To offer it by a name of
-its own, add it to `task_of` and to the enum `TaskKind`.
+`task=custom task.factory=module:function` takes it from anywhere (docs/tasks.md). A member
+`solution(index) -> str`, the text of a right response, lets `warmup.steps` be above 0. To offer it by a name
+of its own, add it to `task_of` and to the enum `TaskKind`.
 """
 
 from __future__ import annotations
@@ -133,6 +134,15 @@ class Task(Protocol):
 
     def reward(self, index: int, response: Sequence[int]) -> float:
         """Score a response to the prompt of an index: the drawn tokens, with the EOS if one was drawn."""
+        ...
+
+
+@runtime_checkable
+class Solved(Task, Protocol):
+    """A task that knows an answer that earns the full reward: what a warm-up needs."""
+
+    def solution(self, index: int) -> str:
+        """Return the text of a right response to the prompt of an index, without the EOS."""
         ...
 
 

@@ -96,6 +96,10 @@ class ReasoningGymTask:
         answer = answer_of(text, self.where, numeric=number(str(item["answer"])) is not None)
         return float(self.dataset.score_answer(answer=answer, entry=item)) if answer else 0.0
 
+    def solution(self, index: int) -> str:
+        """Return the item's answer."""
+        return str(self._item(index)["answer"])
+
     def _item(self, index: int) -> Mapping[str, Any]:
         if not 0 <= index < _ITEMS:
             raise ValueError(f"an item's index must be in 0..{_ITEMS - 1}, not {index}")
@@ -140,7 +144,10 @@ def open_reasoning_gym(
         TaskError: reasoning-gym is not there, has no such generator, or its options or first item are bad.
     """
     if not is_installed():
-        raise TaskError("reasoning-gym is not installed: it comes with `pip install 'rlsp[tasks]'`")
+        raise TaskError(
+            "reasoning-gym is not installed: it comes with `pip install 'rlsp[tasks]'`, whose pycosat needs "
+            "a C compiler; task=arithmetic needs neither"
+        )
     known = importlib.import_module("reasoning_gym.factory").DATASETS
     if name not in known:
         near = get_close_matches(name, known, n=3) or sorted(known)
