@@ -224,6 +224,7 @@ class TokenizerConfig:
     eos_ids: tuple[TokenId, ...]
 
 
+@dataclass(frozen=True)
 class WarmupConfig:
     """Take supervised steps on the task's own solutions before the first rollout; 0 steps for none.
 
