@@ -17,8 +17,8 @@ LIGHT = "task=arithmetic"
 
 
 def light(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Add the light task to the arguments of a command, unless they choose one."""
-    chosen = any(text.startswith(("task=", "experiment=")) for text in arguments)
+    """Add the light task to the arguments of a command, unless they choose one or ask Hydra about itself."""
+    chosen = any(text.startswith(("task=", "experiment=", "--hydra-help")) for text in arguments)
     return tuple(arguments) if chosen else (*arguments, LIGHT)
 
 
