@@ -19,10 +19,12 @@ LEFT_BY_A_RUN = {
     *(
         "outputs/",
         "logs/",
+        "logs/again/",
         "wandb/",
         "rollouts/",
         "digests/",
         "checkpoints/",
+        "checkpoints/00005/",
         ".hydra/",
         ".venv/",
         "0/",
