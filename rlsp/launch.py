@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +29,7 @@ from rlsp.report.recorder import CONSISTENCY_NAME
 from rlsp.report.records import ConsistencyReport, TotalEvidence
 from rlsp.report.tracker import open_tracker
 from rlsp.report.warmup import read_warmup
-from rlsp.segments import Patience, begin, hint, start_again
+from rlsp.segments import Patience, begin, hint, stopped_early, supervise_all
 from rlsp.worker import RUN_RANK, board_path, error_path, host_log_path
 
 _TICK_S = 0.25
@@ -60,8 +59,8 @@ def execute(job: Job, entry: str = RUN_RANK) -> int:
         console = Console(highlight=False)
         say = partial(_say, console)
         with open_tracker(job, begun, say) as tracker:
-            tell = partial(_tell, console)
-            abort, failure = _supervise_all(job, environment, entry, wake, tell)
+            attempt = partial(_supervise, environment=environment, entry=entry, wake=wake)
+            abort, failure = supervise_all(job, environment, wake, partial(_tell, console), attempt)
             judgement = conclude(job.run_dir, abort)
             stopped = wake.received is not None and abort is not None
             wake.release()  # from here on the user may break off at once
@@ -76,24 +75,6 @@ def execute(job: Job, entry: str = RUN_RANK) -> int:
     if abort is not None and stopped:
         raise KeyboardInterrupt(abort.reason)
     return judgement.exit_status
-
-
-def _supervise_all(
-    job: Job, environment: Mapping[str, str], entry: str, wake: Wake, say: Callable[[str], None]
-) -> tuple[Abort | None, BaseException | None]:
-    """Run the ranks to their end, again from the newest checkpoint where that may help; as `_supervise`."""
-    abort, failure = _supervise(job, environment, entry, wake)
-    limit = job.config.launch.max_restarts
-    for number in range(1, limit + 1):
-        if abort is None or failure is not None or wake.received is not None or not abort.passing:
-            break
-        try:
-            job = start_again(job, abort, environment)
-        except EvidenceError as error:
-            return replace(abort, reason=f"{abort.reason}; and no restart: {error}"), None
-        say(f"restart {number} of {limit}, at rollout {job.first_rollout}: {abort.reason}")
-        abort, failure = _supervise(job, environment, entry, wake)
-    return abort, failure
 
 
 def _supervise(
@@ -118,7 +99,7 @@ def _supervise(
             except BaseException as error:
                 failure = error
             stopped_by = wake.received.name if wake.received else None
-            abort = ranks.end(stopped_by, failure) or _stopped_early(job, stopped_by)
+            abort = ranks.end(stopped_by, failure) or stopped_early(job, stopped_by, _total(job))
             return abort, failure
     except BaseException as error:
         return launcher_failed(error), error
@@ -306,14 +287,6 @@ def job_path(job: Job) -> Path:
 def launcher_failed(error: BaseException) -> Abort:
     """Say that this process, and no rank, ended a run."""
     return Abort(f"the launcher failed: {type(error).__name__}: {error}", ())
-
-
-def _stopped_early(job: Job, stopped_by: str | None) -> Abort | None:
-    """Say so where the ranks ended well and early, with their state saved, because a signal asked for it."""
-    total = _total(job)
-    if stopped_by is None or total is None or total.rollouts >= job.config.num_rollouts:
-        return None
-    return Abort(f"stopped by {stopped_by}, saved after rollout {total.rollouts - 1}", ())
 
 
 def _follow(

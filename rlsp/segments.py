@@ -12,14 +12,17 @@ from rlsp.board import Board
 from rlsp.config import Config, Job
 from rlsp.determinism import environment_switches
 from rlsp.ending import Abort
+from rlsp.host import Wake
 from rlsp.progress import short
 from rlsp.report import manifest
 from rlsp.report.continuation import continuation
 from rlsp.report.files import EvidenceError
 from rlsp.report.manifest import Beginning, Manifest
+from rlsp.report.records import TotalEvidence
 from rlsp.report.rewind import rewind
 
 Say = Callable[[str], object]
+Outcome = tuple[Abort | None, BaseException | None]
 
 _AT_WORK = "rollout"  # what a rank's phase begins with once there is something to save
 
@@ -60,6 +63,48 @@ class Patience:
             "(checkpoint.stop_s); a second signal stops at once"
         )
         return checkpoint.stop_s
+
+
+def supervise_all(
+    job: Job, environment: Mapping[str, str], wake: Wake, say: Say, attempt: Callable[[Job], Outcome]
+) -> Outcome:
+    """Run a job to its end, again from the newest checkpoint where that may help.
+
+    Args:
+        job: The run.
+        environment: Its ranks'.
+        wake: Whether somebody asked to stop: nothing starts again then.
+        say: Tells the user of a restart.
+        attempt: Runs the ranks to their end.
+
+    Returns:
+        Why the run was aborted, if it was, and what went wrong in this process itself, if anything did.
+    """
+    abort, failure = attempt(job)
+    limit = job.config.launch.max_restarts
+    for number in range(1, limit + 1):
+        if abort is None or failure is not None or wake.received is not None or not abort.passing:
+            break
+        try:
+            job = start_again(job, abort, environment)
+        except EvidenceError as error:
+            return replace(abort, reason=f"{abort.reason}; and no restart: {error}"), None
+        say(f"restart {number} of {limit}, at rollout {job.first_rollout}: {abort.reason}")
+        abort, failure = attempt(job)
+    return abort, failure
+
+
+def stopped_early(job: Job, stopped_by: str | None, total: TotalEvidence | None) -> Abort | None:
+    """Say so where the ranks ended well and early, with their state saved, because a signal asked for it.
+
+    Args:
+        job: The run.
+        stopped_by: The signal, if one came.
+        total: The totals of the run's consistency report, if any rollout was recorded.
+    """
+    if stopped_by is None or total is None or total.rollouts >= job.config.num_rollouts:
+        return None
+    return Abort(f"stopped by {stopped_by}, saved after rollout {total.rollouts - 1}", ())
 
 
 def start_again(job: Job, abort: Abort, environment: Mapping[str, str]) -> Job:

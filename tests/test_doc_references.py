@@ -19,11 +19,13 @@ LEFT_BY_A_RUN = {
     *(
         "outputs/",
         "logs/",
+        "logs/again/",
         "wandb/",
         "rollouts/",
         "digests/",
         "checkpoints/",
         "export/",
+        "checkpoints/00005/",
         ".hydra/",
         ".venv/",
         "0/",

@@ -91,7 +91,7 @@ def test_a_second_signal_or_the_limit_ends_the_wait_for_a_rollout(
 def test_a_run_whose_rank_is_killed_starts_again_from_its_checkpoint_and_is_the_undisturbed_one(
     make_job: MakeJob, tmp_path: Path
 ) -> None:
-    job = make_job("num_rollouts=6", "checkpoint.every=2", "launch.max_restarts=2")
+    job = make_job("num_rollouts=4", "checkpoint.every=2", "launch.max_restarts=2")
     owner = Owner(job, RUN_RANK)
     owner.await_slot(1, lambda slot: slot.phase.startswith("rollout 3: "))
     os.kill(max(processes_of(job), key=started), signal.SIGKILL)
@@ -105,8 +105,8 @@ def test_a_run_whose_rank_is_killed_starts_again_from_its_checkpoint_and_is_the_
     alone = replace(job, run_dir=str(tmp_path / "alone"))
     assert run(alone, RUN_RANK).status == 0
     found = compare(job.run_dir, alone.run_dir)
-    assert (found.outcome, found.rollouts) == (Outcome.EQUAL, 6)
-    for index in range(6):
+    assert (found.outcome, found.rollouts) == (Outcome.EQUAL, 4)
+    for index in range(4):
         name = f"rollouts/{index:05d}.safetensors"
         assert (Path(job.run_dir) / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
 

@@ -8,6 +8,7 @@ from datetime import datetime
 from shlex import join
 from xml.etree.ElementTree import Element
 
+from rlsp.layout import layout_word
 from rlsp.report.manifest import Manifest
 from rlsp.report.page_elements import Content, folded, node, table
 from rlsp.report.page_source import Source
@@ -34,6 +35,7 @@ def provenance(source: Source) -> Element:
             _facts("Switches of the environment", manifest.environment),
             class_="columns",
         ),
+        _segments(manifest),
         folded(f"All {len(manifest.packages)} packages", _facts("All packages", manifest.packages)),
         _startup(manifest),
         folded("Composed configuration", _json(manifest.config)),
@@ -99,6 +101,28 @@ def _run(manifest: Manifest) -> dict[str, str]:
         "tokenizer hash": startup.tokenizer_hash if startup else "–",
         "chat template hash": (startup.chat_template_hash if startup else None) or "–",
     }
+
+
+def _segments(manifest: Manifest) -> Element | None:
+    """Show the stretches of a run that was resumed or restarted."""
+    if not manifest.earlier:
+        return None
+    rows: list[list[Content]] = []
+    for number, segment in enumerate(manifest.segments):
+        at = segment.layout
+        rows.append(
+            [
+                str(number),
+                segment.begun_by.value,
+                str(segment.first_rollout),
+                layout_word(cp=at.cp, tp=at.tp, sp=at.sp, dp=at.dp),
+                segment.started_at,
+                segment.ended_at or "never ended",
+                segment.aborted or segment.status.value,
+            ]
+        )
+    head = ("segment", "begun as", "from rollout", "layout", "started", "ended", "how")
+    return table("Segments of the run; what stands above is the newest's", head, rows, kind="segments")
 
 
 def _machine(manifest: Manifest) -> dict[str, str]:
