@@ -81,6 +81,7 @@ def join(job: Job, place: Place) -> None:
     """
     config = job.config
     store, cards = meet(job, place)
+    place.board.phase("connecting to the ranks of all machines")
     dist.init_process_group(
         config.device.backend,
         store=PrefixStore("group", store),
