@@ -56,9 +56,8 @@ def add_leaves(total: Tensor, leaves: Tensor, lsb: int, bound: float) -> tuple[T
     flat = leaves.reshape(leaves.shape[0], total.numel())
     extents, counts = [flat.new_zeros(())], [torch.zeros(2, dtype=torch.int64, device=flat.device)]
     scratch = Scratch(flat.device)
-    for columns, sums in zip(
-        flat.split(PIECE_ELEMENTS, dim=1), total.view(-1).split(PIECE_ELEMENTS), strict=True
-    ):
+    parts = zip(flat.split(PIECE_ELEMENTS, 1), total.view(-1).split(PIECE_ELEMENTS), strict=True)
+    for columns, sums in parts:
         if not columns.numel():
             continue
         adder = UnitAdder(sums.shape, lsb, scratch)
@@ -66,7 +65,7 @@ def add_leaves(total: Tensor, leaves: Tensor, lsb: int, bound: float) -> tuple[T
             largest, units = adder.add(piece, 0)
             extents.append(largest)
             counts.append(vanished(piece, units))
-        sums += adder.total()
+        sums.add_(adder.total())
     return torch.stack(extents).amax() < bound, torch.stack(counts).sum(dim=0)
 
 

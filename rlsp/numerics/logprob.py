@@ -93,14 +93,15 @@ def back(
         float32 [T, V, n], exactly 0 in padded columns.
     """
     peak, log_total = normaliser[:, :, None, None].unbind(dim=1)
-    log_p = (x - peak) - log_total
+    log_p = (x - peak).sub_(log_total)
     p = torch.where(valid, torch.exp(log_p), 0.0)
     onehot = (
         torch.arange(x.shape[1] * x.shape[2], device=x.device).view(1, *x.shape[1:]) == target[:, None, None]
     )
-    grad = dlogp[:, None, None] * (onehot.to(torch.float32) - p)
-    grad = grad - dentropy[:, None, None] * (p * (log_p + entropy[:, None, None]))
-    return torch.where(valid, grad, 0.0)
+    # In place, for a whole vocabulary is large: dlogp·(onehot − p) − dentropy·(p·(log p + H)).
+    grad = onehot.to(torch.float32).sub_(p).mul_(dlogp[:, None, None])
+    grad.sub_(log_p.add_(entropy[:, None, None]).mul_(p).mul_(dentropy[:, None, None]))
+    return grad.masked_fill_(~valid, 0.0)
 
 
 def _row_sum(x: Tensor) -> Tensor:
