@@ -1,0 +1,1 @@
+"""What exactness costs, measured: `./scripts/bench`."""
