@@ -21,6 +21,12 @@ _CPU_PREFIXES = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_")
 _CUDA_PREFIXES = ("CUBLAS_", "CUDNN_", "NVIDIA_TF32_", "TORCH_ALLOW_TF32_")
 _KERNEL_PREFIXES = _CPU_PREFIXES + _CUDA_PREFIXES
 _OTHER_PREFIXES = ("CUDA_", "GLOO_", "GOMP_", "KMP_", "NCCL_", "OMP_", "OPENBLAS_", "TORCH_")
+# glibc would give freed tensors back to the kernel, and fault their pages in at the next step (8 % of it).
+_KEPT_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(128 << 20),
+    "MALLOC_TOP_PAD_": str(16 << 20),
+}
 _THREAD_COUNTS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # Switches that change no bit, or whose effect is read back from the libraries themselves.
 _NO_IDENTITY = re.compile(r"MKL_NUM_THREADS|MKL_DYNAMIC|.*_VERBOSE")
@@ -81,6 +87,8 @@ def rank_environment(threads: int, interface: str | None = _LOOPBACK) -> dict[st
         TOKENIZERS_PARALLELISM="false",
     )
     environment.setdefault(_CUBLAS, _CUBLAS_VALUES[0])
+    for name, value in _KEPT_MEMORY.items():
+        environment.setdefault(name, value)
     if interface == _LOOPBACK:  # all ranks are on this machine: stay off its other interfaces
         if Path("/sys/class/net", _LOOPBACK).exists():
             environment.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)

@@ -147,6 +147,7 @@ def test_ranks_get_thread_counts_and_no_place_and_keep_kernel_switches(
     }
     assert environment["PYTHONHASHSEED"] == "0"
     assert environment["WANDB_MODE"] == "disabled"
+    assert environment["MALLOC_TRIM_THRESHOLD_"] == str(128 << 20)
     assert environment["MKL_CBWR"] == "AVX2"
     assert environment.keys().isdisjoint({"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"})
     assert determinism.environment_switches(environment)["MKL_CBWR"] == "AVX2"

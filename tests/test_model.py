@@ -309,3 +309,16 @@ CALLS = {Operator.ATTENTION: TINY.num_layers, Operator.FFN: TINY.num_layers, Ope
 def test_the_contract_names_what_the_models_are_built_from() -> None:
     assert contract_of(TINY).sha256 != contract_of(BF16).sha256
     assert contract_of(TINY).sha256 == contract_of(TIED).sha256
+
+
+@pytest.mark.parametrize("shape", [TINY, BF16], ids=["float32", "bfloat16"])
+def test_a_forward_pass_that_nobody_differentiates_has_the_same_bits(shape: object) -> None:
+    model, positions = policy(alone(), shape=shape), torch.arange(32)
+    tokens = torch.nn.functional.pad(TOKENS, (0, 32))[:, :32]
+    channel = Channel(qkv_format="sbhd", positions=positions[:, None])
+    with torch.no_grad():
+        alone_bits = model.logits(model.hidden(tokens, channel))
+    watched = model.logits(model.hidden(tokens, channel))
+    assert watched.requires_grad
+    assert not alone_bits.requires_grad
+    assert bits.same_bits(watched.detach(), alone_bits)

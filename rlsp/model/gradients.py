@@ -65,11 +65,25 @@ def exact_parameter(shape: tuple[int, ...], dtype: torch.dtype, rule: Rule) -> E
     return parameter
 
 
+class _Unsaved:
+    """Stand in for the context of a function that nobody will differentiate."""
+
+    def save_for_backward(self, *_: Tensor) -> None:
+        """Save nothing."""
+
+    def mark_non_differentiable(self, *_: Tensor) -> None:
+        """Mark nothing."""
+
+
 class Differentiable(Function):
     """A function with a gradient of its own; `on` stands for torch's `apply`, which is untyped."""
 
     @classmethod
     def on(cls, *arguments: Any) -> Any:
         """Apply the function; the caller states what it returns."""
+        if (
+            not torch.is_grad_enabled()
+        ):  # decoding makes thousands of calls, and autograd's wrapping costs each
+            return cls.forward(_Unsaved(), *arguments)
         apply: Callable[..., Any] = cls.apply
         return apply(*arguments)
