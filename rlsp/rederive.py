@@ -20,7 +20,6 @@ from rlsp.report.records import ConsistencyReport, RolloutRecord
 from rlsp.rl.batch import RolloutBatch
 from rlsp.rl.forward import Forward
 from rlsp.rl.rollout.native import Sequence
-from rlsp.rl.task import CharacterTokenizer
 from rlsp.rl.update import Trainer
 from rlsp.run import (
     device_of,
@@ -34,6 +33,7 @@ from rlsp.run import (
     trainer_of,
 )
 from rlsp.task import task_of
+from rlsp.tokenizer import open_tokenizer
 
 
 class NotProvedError(RuntimeError):
@@ -71,7 +71,7 @@ def _answer(job: Job, place: Place, request: Request) -> Answer:
     board.phase("certifying kernels and building the model")
     device = device_of(config, place)
     models = assemble(config, mesh, device)
-    tokenizer = CharacterTokenizer()
+    tokenizer = open_tokenizer(config)
     trainer = trainer_of(config, models, mesh)
     rollouts = rollouts_of(job, models, mesh, tokenizer)
     run_dir, rollout = Path(request.run_dir), request.rollout
@@ -90,7 +90,7 @@ def _answer(job: Job, place: Place, request: Request) -> Answer:
     sequences = sequences_of(config, task_of(config, tokenizer), rollout)
     _prove_prompts(sequences, batch)
     board.phase(f"replaying sample {request.sample} of rollout {rollout}")
-    sampling = sampling_of(config, rollout, tokenizer.eos_id)
+    sampling = sampling_of(config, rollout, tokenizer)
     record = Record(rollout, sequences, sampling, batch, train, digests[0], updates)
     diagnosis = Replayer(job, trainer, rollouts.engine, mesh).replay(record, request.sample, request.notes)
     return Answer(refusal=None, diagnosis=diagnosis)

@@ -33,7 +33,7 @@ from rlsp.rl.reward import Judge, score
 from rlsp.rl.rollout.dispatch import Rollouts
 from rlsp.rl.rollout.external import ExternalRollouts, Wiring
 from rlsp.rl.rollout.native import NativeEngine, Sampling, Sequence
-from rlsp.rl.task import CharacterTokenizer, Task, Tokenizer
+from rlsp.rl.task import Task, Tokenizer
 from rlsp.rl.update import Objective, Step, Trainer
 from rlsp.task import judge_of, open_task, reward_limit_s
 
@@ -72,7 +72,7 @@ def _live(job: Job, place: Place) -> None:
 
         board.phase(f"rollout {index}: generating")
         sequences = sequences_of(config, task, index)
-        sampling = sampling_of(config, index, tokenizer.eos_id)
+        sampling = sampling_of(config, index, tokenizer)
         batch = rollouts.generate(sequences, sampling, version)
         watch.lap("time/rollout_s")
 
@@ -113,7 +113,7 @@ def _live(job: Job, place: Place) -> None:
     board.phase("done")
 
 
-def _open_task(config: Config, place: Place) -> tuple[CharacterTokenizer, Task, Judge]:
+def _open_task(config: Config, place: Place) -> tuple[Tokenizer, Task, Judge]:
     """Open the task first: what is wrong with its data is said before anything costs time."""
     place.board.phase("opening the task")
     tokenizer, task = open_task(config)
@@ -183,10 +183,10 @@ def sequences_of(config: Config, task: Task, rollout: int) -> list[Sequence]:
     ]
 
 
-def sampling_of(config: Config, rollout: int, eos_id: int) -> Sampling:
+def sampling_of(config: Config, rollout: int, tokenizer: Tokenizer) -> Sampling:
     """Say how this rollout draws."""
-    eos = None if config.rollout.ignore_eos else eos_id
-    return Sampling(config.seed, rollout, config.temperature, config.max_response_tokens, eos)
+    ends = () if config.rollout.ignore_eos else tokenizer.eos_ids
+    return Sampling(config.seed, rollout, config.temperature, config.max_response_tokens, ends)
 
 
 def _rewards(
@@ -258,9 +258,7 @@ def trainer_of(config: Config, models: Models, mesh: Mesh) -> Trainer:
     )
 
 
-def rollouts_of(
-    job: Job, models: Models, mesh: Mesh, tokenizer: CharacterTokenizer
-) -> Rollouts | ExternalRollouts:
+def rollouts_of(job: Job, models: Models, mesh: Mesh, tokenizer: Tokenizer) -> Rollouts | ExternalRollouts:
     """Put the engine, where this rank has one, to work for its group; or one that is not rlsp's for all."""
     config = job.config
     if config.rollout.external:
@@ -269,7 +267,7 @@ def rollouts_of(
     return Rollouts(models.trainer, engine, config.rollout_layout, mesh, tokenizer.pad_id)
 
 
-def _external(job: Job, tokenizer: CharacterTokenizer) -> Wiring:
+def _external(job: Job, tokenizer: Tokenizer) -> Wiring:
     config, run_dir = job.config, Path(job.run_dir)
     return Wiring(
         shape=replace(config.model, path=None),

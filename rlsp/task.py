@@ -7,13 +7,14 @@ import json
 import os
 import sys
 
-from rlsp.config import Config, ScorerKind, TaskKind, TaskOrder, Violation, to_plain
+from rlsp.config import Config, ConfigError, ScorerKind, TaskKind, TaskOrder, Violation, to_plain
 from rlsp.rl.reward import Apart, InPlace, Judge
-from rlsp.rl.task import CharacterTokenizer, LimitedTask, Task, TaskError, Tokenizer, build_task
+from rlsp.rl.task import LimitedTask, Task, TaskError, Tokenizer, build_task
 from rlsp.rl.task.custom import make_custom
 from rlsp.rl.task.jsonl import check_first_rows, open_jsonl
 from rlsp.rl.task.reasoning import ReasoningGymTask, open_reasoning_gym
 from rlsp.rl.task.scorer import ExactScorer, MathVerifyScorer, Scorer
+from rlsp.tokenizer import open_tokenizer
 
 _FIRST_ROWS = 16
 """Rows that are looked at before anything starts; the others are met as the run comes to them."""
@@ -24,9 +25,9 @@ _WAIT_SHARE = 0.9
 """Of the longest wait for a collective, what rewards may take: a slow one's error is the first."""
 
 
-def open_task(config: Config) -> tuple[CharacterTokenizer, Task]:
+def open_task(config: Config) -> tuple[Tokenizer, Task]:
     """Make the tokenizer and the task of a run."""
-    tokenizer = CharacterTokenizer()
+    tokenizer = open_tokenizer(config)
     return tokenizer, task_of(config, tokenizer)
 
 
@@ -94,37 +95,50 @@ def scorer_of(config: Config) -> Scorer:
 
 
 def task_lines(config: Config) -> list[str]:
-    """List what is wrong with a checked config's task on this machine, one line a reason.
+    """List what is wrong with a checked config's tokenizer and task on this machine, one line a reason.
 
     Only what is cheap is looked at: of a file its first rows.
     """
-    asked = config.task
-    if asked.factory is not None:
-        module = asked.factory.partition(":")[0].partition(".")[0]
-        legal = (
-            f"a function that can be imported: there is no module {module} (PYTHONPATH may name its folder)"
-        )
-        return [] if _is_there(module) else [str(Violation("task.factory", asked.factory, legal))]
-    if asked.kind is TaskKind.reasoning_gym:
-        return _reasoning_lines(config)
-    if asked.path is None:
-        return []
+    asked, found = config.task, []
+    tokenizer = None
     try:
-        scorer_of(config)
+        tokenizer = open_tokenizer(config)
+    except ConfigError as error:
+        found += [str(violation) for violation in error.violations]
+    if asked.factory is not None:
+        found += _factory_lines(asked.factory)
+    if asked.kind is TaskKind.reasoning_gym and tokenizer is not None:
+        found += _reasoning_lines(config, tokenizer)
+    if asked.path is not None:
+        found += _row_lines(config, asked.path, tokenizer)
+    return found
+
+
+def _factory_lines(factory: str) -> list[str]:
+    module = factory.partition(":")[0].partition(".")[0]
+    legal = f"a function that can be imported: there is no module {module} (PYTHONPATH may name its folder)"
+    return [] if _is_there(module) else [str(Violation("task.factory", factory, legal))]
+
+
+def _row_lines(config: Config, path: str, tokenizer: Tokenizer | None) -> list[str]:
+    """Look at a file's first rows; without tokenizer or scorer at what can be seen without."""
+    asked, found, scorer = config.task, [], None
+    try:
+        scorer = scorer_of(config)
     except TaskError as error:
-        return [str(Violation("task.scorer", asked.scorer, f"a scorer that is installed; {error}"))]
-    found = check_first_rows(
-        asked.path,
-        tokenizer=CharacterTokenizer(),
+        found.append(Violation("task.scorer", asked.scorer, f"a scorer that is installed; {error}"))
+    lines = check_first_rows(
+        path,
+        tokenizer=tokenizer,
+        scorer=scorer,
         prompt_key=asked.prompt_key,
         label_key=asked.label_key,
         max_prompt_tokens=asked.max_prompt_tokens,
         count=_FIRST_ROWS,
     )
-    return [
-        str(Violation("task.path", asked.path, f"JSON lines with prompts and labels; {line}"))
-        for line in found
-    ]
+    legal = "JSON lines with prompts and labels"
+    found += [Violation("task.path", path, f"{legal}; {line}") for line in lines]
+    return [str(violation) for violation in found]
 
 
 def _reasoning_gym(config: Config, tokenizer: Tokenizer) -> ReasoningGymTask:
@@ -141,9 +155,9 @@ def _reasoning_gym(config: Config, tokenizer: Tokenizer) -> ReasoningGymTask:
     )
 
 
-def _reasoning_lines(config: Config) -> list[str]:
+def _reasoning_lines(config: Config, tokenizer: Tokenizer) -> list[str]:
     try:
-        _reasoning_gym(config, CharacterTokenizer())
+        _reasoning_gym(config, tokenizer)
     except TaskError as error:
         return [str(Violation("task.dataset", config.task.dataset, f"what can be asked here; {error}"))]
     return []

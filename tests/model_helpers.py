@@ -245,7 +245,7 @@ def whole_logits(model: PolicyModel, tokens: Tensor, mesh: Mesh) -> Tensor:
 
 
 def random_state(shape: ModelConfig, seed: int = 0, std: float = 0.1) -> dict[str, Tensor]:
-    """Weights of a Qwen3ForCausalLM by transformers' names, float32; a tied head is the embedding."""
+    """Weights by transformers' names, float32; a tied head is the embedding."""
     source = torch.Generator().manual_seed(seed)
     state = {}
     for name, size in tensor_shapes(shape).items():
@@ -257,7 +257,7 @@ def random_state(shape: ModelConfig, seed: int = 0, std: float = 0.1) -> dict[st
 
 
 def oracle_logits(state: Mapping[str, Tensor], tokens: Tensor, shape: ModelConfig) -> Tensor:
-    """Qwen3 in plain torch and the dtype of `state` throughout: logits [b, s, vocabulary], differentiable.
+    """Qwen3 or Llama in plain torch, in the dtype of `state`: logits [b, s, vocabulary], differentiable.
 
     (transformers' own model computes norms, rotations and softmax in float32 whatever its dtype.)
     """
@@ -285,8 +285,10 @@ def oracle_logits(state: Mapping[str, Tensor], tokens: Tensor, shape: ModelConfi
     for layer in range(shape.num_layers):
         at = f"model.layers.{layer}"
         y = norm(x, f"{at}.input_layernorm")
-        q = rotated(norm(heads(y, f"{at}.self_attn.q_proj"), f"{at}.self_attn.q_norm"))
-        k = rotated(norm(heads(y, f"{at}.self_attn.k_proj"), f"{at}.self_attn.k_norm"))
+        q, k = (heads(y, f"{at}.self_attn.{part}_proj") for part in "qk")
+        if shape.qk_norm:
+            q, k = norm(q, f"{at}.self_attn.q_norm"), norm(k, f"{at}.self_attn.k_norm")
+        q, k = rotated(q), rotated(k)
         k, v = (z.repeat_interleave(repeats, dim=1) for z in (k, heads(y, f"{at}.self_attn.v_proj")))
         scores = (q @ k.transpose(2, 3) * d**-0.5).masked_fill(~causal, -torch.inf)
         mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, -1)

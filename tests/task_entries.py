@@ -41,7 +41,7 @@ class Shout:
         return Prompt(tokens=self.tokenizer.encode(word), text=word)
 
     def reward(self, index: int, response: Sequence[int]) -> float:
-        body = self.tokenizer.decode(until_eos(response, self.tokenizer.eos_id))
+        body = self.tokenizer.decode(until_eos(response, *self.tokenizer.eos_ids))
         return float(body == self.prompt(index).text.upper())
 
 

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin
 import pytest
 
 from rlsp.config import (
+    ChatUse,
     Config,
     ConfigError,
     CorrectionKind,
@@ -20,6 +21,7 @@ from rlsp.config import (
     Job,
     ScorerKind,
     TaskKind,
+    TokenizerKind,
     from_plain,
     leaf_kinds,
     legal_text,
@@ -105,6 +107,10 @@ ILLEGAL: dict[str, tuple[Any, ...]] = {
     "task.timeout_s": SECONDS,
     "task.dataset": ("", "a b"),
     "task.dataset_config": ({"a": nan}, {"a": {"b": 1}}, {"a": [[1]]}, {"a": None}, {"a b": 1}),
+    "tokenizer.path": ("", "x" * 4097, "a\0b"),
+    "tokenizer.system_prompt": ("", "x" * 65537),
+    "tokenizer.template_options": ({"a": nan}, {"a": {"b": 1}}, {"a": None}, {"a b": 1}),
+    "tokenizer.eos_ids": ((-1,), (2, 10**6)),
     "numerics.routes.attention": ("fast", "", "strict/", "strict/native/strict", "Native"),
     "numerics.routes.ffn": ("fast",),
     "numerics.routes.logp": ("fast",),
@@ -282,6 +288,38 @@ CROSSED = [
         "task.dataset_config={'max_terms': 3}: legal: {} (task.kind=arithmetic has none)",
     ),
     ({"task.factory": "a:b"}, "task.factory=a:b: legal: null (task.kind=arithmetic has none)"),
+    (
+        {"tokenizer.kind": TokenizerKind.character, "tokenizer.path": "a"},
+        "tokenizer.path=a: legal: null (tokenizer.kind=character has none)",
+    ),
+    (
+        {"tokenizer.kind": TokenizerKind.character, "tokenizer.system_prompt": "a"},
+        "tokenizer.system_prompt=a: legal: null (tokenizer.kind=character has none)",
+    ),
+    (
+        {"tokenizer.kind": TokenizerKind.character, "tokenizer.template_options": {"a": 1}},
+        "tokenizer.template_options={'a': 1}: legal: {} (tokenizer.kind=character has none)",
+    ),
+    (
+        {"tokenizer.kind": TokenizerKind.character, "tokenizer.eos_ids": (1,)},
+        "tokenizer.eos_ids=[1]: legal: [] (tokenizer.kind=character has none)",
+    ),
+    (
+        {"tokenizer.chat": ChatUse.never, "tokenizer.system_prompt": "a"},
+        "tokenizer.system_prompt=a: legal: null (tokenizer.chat=never uses no template)",
+    ),
+    (
+        {"tokenizer.chat": ChatUse.never, "tokenizer.template_options": {"a": 1}},
+        "tokenizer.template_options={'a': 1}: legal: {} (tokenizer.chat=never uses no template)",
+    ),
+    (
+        {"tokenizer.kind": TokenizerKind.character, "tokenizer.chat": ChatUse.always},
+        "tokenizer.chat=always: legal: auto or never (tokenizer.kind=character has no chat template)",
+    ),
+    (
+        {"tokenizer.kind": TokenizerKind.none},
+        "tokenizer.kind=none: legal: auto, character or hugging_face (task.kind=arithmetic asks in text)",
+    ),
     ({"device.backend": "nccl"}, "device.backend=nccl: legal: gloo (for device.kind=cpu)"),
     ({"device.kind": DeviceKind.cuda}, "device.backend=gloo: legal: nccl (for device.kind=cuda)"),
 ]

@@ -26,6 +26,7 @@ from rlsp.rl.reward import Apart
 from rlsp.rl.task import CharacterTokenizer, TaskError, scorer
 from rlsp.rl.task.jsonl import JsonlTask, check_first_rows, open_jsonl
 from rlsp.rl.task.lines import MAX_LINE_BYTES, LineFile, first_lines
+from rlsp.rl.task.protocol import one_below_the_other
 from rlsp.rl.task.rows import RowError, find_fields, parse, read_row
 from rlsp.rl.task.scorer import ExactScorer
 from rlsp.task import judge_of, open_task, task_of
@@ -161,7 +162,7 @@ class TestFields:
     )
     def test_the_usual_rows_are_understood(self, row: dict[str, Any], prompt: str, label: str) -> None:
         found = read_row(row, find_fields(row, None, None))
-        assert (found.text, found.label) == (prompt, label)
+        assert (one_below_the_other(found.question), found.label) == (prompt, label)
 
     def test_fields_of_ones_own_are_named_by_keys(self, write: Write) -> None:
         path = write({"q": {"text": "1+1="}, "a.b": "2", "prompt": "not this one", "label": "nor this"})
@@ -194,13 +195,13 @@ BAD_LINES: list[tuple[Any, str]] = [
     ({"label": "1"}, "has no prompt (it has 'label'): task.prompt_key names the field"),
     ({"prompt": "p"}, "has no label (it has 'prompt'): task.label_key names the field"),
     ({"prompt": None, "label": "1"}, "has no prompt (it has 'prompt', 'label')"),
-    ({"prompt": 5, "label": "1"}, "prompt is a number: legal: text, or a list of messages"),
+    ({"prompt": 5, "label": "1"}, "prompt is a number: legal: text, or a list of messages or of token ids"),
     ({"prompt": " ", "label": "1"}, "prompt is empty"),
     ({"prompt": [], "label": "1"}, "prompt is empty"),
     ({"prompt": ["hi"], "label": "1"}, "prompt[0] is no message: legal: an object whose role and content"),
     ({"prompt": [{"role": "user", "content": [{}]}], "label": "1"}, "prompt[0] is no message"),
-    ({"prompt": "p", "label": ["1"]}, "label is a list: legal: text or a number"),
-    ({"prompt": "p", "label": True}, "label is true: legal: text or a number"),
+    ({"prompt": "p", "label": ["1"]}, "label is a list: legal: text, a number or a list of token ids"),
+    ({"prompt": "p", "label": True}, "label is true: legal: text, a number or a list of token ids"),
     ({"prompt": "p", "label": ""}, "label is empty"),
     ({"prompt": "caf\u00e9", "label": "1"}, "character 'é' (U+00E9) at position 3 of 'café' has no token"),
     ({"prompt": "\ud800", "label": "1"}, "(U+D800) at position 0"),
@@ -226,6 +227,7 @@ class TestMalformed:
     def test_the_first_rows_are_refused_in_the_same_words(self, write: Write, line: Any, said: str) -> None:
         path = write(b"\r", *sums(1), line)
         asked: dict[str, Any] = {"prompt_key": None, "label_key": None, "max_prompt_tokens": 32, "count": 16}
+        asked["scorer"] = ExactScorer("exact")
         (found,) = check_first_rows(str(path), tokenizer=TOKENIZER, **asked)
         assert found.startswith(f"{path}, line 3: ")
         assert said in found
@@ -235,13 +237,14 @@ class TestMalformed:
     ) -> None:
         path = write({"q": "1+1=", "label": "2"}, *sums(1))
         said = (
-            f"{path}, line 1: has no prompt or question or problem or messages or input "
-            "(it has 'q', 'label'): task.prompt_key names the field"
+            f"{path}, line 1: has no prompt or question or problem or messages or input or prompt_ids or "
+            "input_ids (it has 'q', 'label'): task.prompt_key names the field"
         )
         with pytest.raises(TaskError) as refusal:
             opened(path)
         assert str(refusal.value) == said
         asked: dict[str, Any] = {"prompt_key": None, "label_key": None, "max_prompt_tokens": None}
+        asked["scorer"] = ExactScorer("exact")
         assert check_first_rows(str(path), tokenizer=TOKENIZER, count=16, **asked) == [said]
 
     @pytest.mark.parametrize(
@@ -319,8 +322,8 @@ class TestMalformed:
             with suppress(RowError):
                 read = parse(json.dumps(row).encode())
                 found = read_row(read, find_fields(read, None, None))
-                assert found.text.strip()
-                assert found.label.strip()
+                texts = [found.label, one_below_the_other(found.question)]
+                assert all(isinstance(text, str) and text.strip() for text in texts)
 
 
 def test_a_million_rows_cost_sixteen_bytes_each(tmp_path: Path) -> None:

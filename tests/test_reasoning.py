@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from command import Console
 
 from rlsp.config import Config
 from rlsp.rl.reward import Apart, score
-from rlsp.rl.task import CharacterTokenizer, TaskError, reasoning
+from rlsp.rl.task import CharacterTokenizer, Message, Prompt, TaskError, reasoning
 from rlsp.rl.task.reasoning import ReasoningGymTask, open_reasoning_gym
 from rlsp.task import judge_of, open_task
 
@@ -28,13 +28,18 @@ needs_package = pytest.mark.skipif(
 class AnyTokenizer:
     """A tokenizer that is not the built-in one and knows every character."""
 
+    name: ClassVar[str] = "any"
+    template_hash: ClassVar[None] = None
     vocab_size: ClassVar[int] = 0x110002
     pad_id: ClassVar[int] = 0x110000
-    eos_id: ClassVar[int] = 0x110001
+    eos_ids: ClassVar[tuple[int, ...]] = (0x110001,)
     content_hash: ClassVar[str] = "a" * 64
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))
+
+    def prompt(self, messages: Sequence[Message]) -> Prompt:
+        return Prompt(self.encode(messages[-1][1]), messages[-1][1])
 
     def decode(self, ids: Any) -> str:
         return "".join(map(chr, ids))

@@ -41,15 +41,15 @@ SEQUENCES = [
     for prompt, length in enumerate(PROMPTS)
     for sample in range(2)
 ]
-RAGGED = Sampling(seed=5, rollout=1, temperature=0.6, max_tokens=20, eos_id=EOS)
+RAGGED = Sampling(seed=5, rollout=1, temperature=0.6, max_tokens=20, eos_ids=(EOS,))
 ONE = Layout(dp=1, cp=1, tp=1, sp=1)
 
 
 @cache
 def sampling() -> Sampling:
     """Sampling whose end is the token that sequence 0 draws fourth: some responses end early, some do not."""
-    free = lone_engine().generate(SEQUENCES, replace(RAGGED, eos_id=None))
-    return replace(RAGGED, eos_id=free[0].tokens[3])
+    free = lone_engine().generate(SEQUENCES, replace(RAGGED, eos_ids=()))
+    return replace(RAGGED, eos_ids=(free[0].tokens[3],))
 
 
 def lone_engine(shape: ModelConfig = BF16, seed: int = 0) -> NativeEngine:
@@ -126,7 +126,7 @@ def test_what_a_draw_is_keyed_by_changes_it() -> None:
 
 
 def test_a_response_ends_with_its_first_end_and_the_end_counts_once() -> None:
-    eos, batch = sampling().eos_id, rolled_out()
+    (eos,), batch = sampling().eos_ids, rolled_out()
     ended = [response for response in batch.responses() if eos in response]
     assert ended
     assert all(response.index(eos) == len(response) - 1 for response in ended)
@@ -138,9 +138,23 @@ def test_a_response_ends_with_its_first_end_and_the_end_counts_once() -> None:
     assert bool((batch.logp[rows, last] < 0).all())
 
 
+def test_a_response_ends_with_the_first_of_several_ends() -> None:
+    """Witness: with either of them alone some response goes on where the other ends it."""
+    (first,) = sampling().eos_ids
+    second = lone_engine().generate(SEQUENCES, replace(RAGGED, eos_ids=()))[1].tokens[2]
+    drawn = lone_engine().generate(SEQUENCES, replace(RAGGED, eos_ids=(first, second)))
+    for response, whole in zip(
+        drawn, lone_engine().generate(SEQUENCES, replace(RAGGED, eos_ids=())), strict=True
+    ):
+        ends = [place for place, token in enumerate(whole.tokens) if token in (first, second)]
+        assert response.tokens == whole.tokens[: ends[0] + 1 if ends else None]
+    for eos in (first, second):
+        alone_ = lone_engine().generate(SEQUENCES, replace(RAGGED, eos_ids=(eos,)))
+        assert [r.tokens for r in alone_] != [r.tokens for r in drawn]
+
+
 def test_an_end_that_is_also_the_padding_stays_in_the_loss() -> None:
-    eos = sampling().eos_id
-    assert eos is not None
+    (eos,) = sampling().eos_ids
     batch = rolled_out(pad_id=eos)
     assert bits.same_bits(batch.active_mask, rolled_out().active_mask)
     assert bits.same_bits(batch.logp, rolled_out().logp)

@@ -235,7 +235,7 @@ def test_a_task_of_ones_own_needs_no_base_class() -> None:
             return Prompt(tokens=self.tokenizer.encode(word), text=word)
 
         def reward(self, index: int, response: Sequence[int]) -> float:
-            body = self.tokenizer.decode(until_eos(response, self.tokenizer.eos_id))
+            body = self.tokenizer.decode(until_eos(response, *self.tokenizer.eos_ids))
             return float(body == self.prompt(index).text.upper())
 
     own: Task = Shout(TOKENIZER, 1)

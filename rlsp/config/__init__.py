@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlsp.config.checks import SMALL_PRODUCT, violations
 from rlsp.config.choices import (
+    ChatUse,
     CorrectionKind,
     DeviceKind,
     Dtype,
@@ -12,6 +13,7 @@ from rlsp.config.choices import (
     ScorerKind,
     TaskKind,
     TaskOrder,
+    TokenizerKind,
     TrackerMode,
 )
 from rlsp.config.job import JOB_PATH, Job
@@ -29,6 +31,7 @@ from rlsp.config.schema import (
     RolloutConfig,
     RoutesConfig,
     TaskConfig,
+    TokenizerConfig,
     TrackerConfig,
     from_plain,
     register_schema,
@@ -38,6 +41,7 @@ __all__ = [
     "JOB_PATH",
     "SCHEMA_NAME",
     "SMALL_PRODUCT",
+    "ChatUse",
     "Config",
     "ConfigError",
     "CorrectionKind",
@@ -59,6 +63,8 @@ __all__ = [
     "TaskConfig",
     "TaskKind",
     "TaskOrder",
+    "TokenizerConfig",
+    "TokenizerKind",
     "TrackerConfig",
     "TrackerMode",
     "Violation",

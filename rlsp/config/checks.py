@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import Any, get_args, get_origin
 
-from rlsp.config.choices import CorrectionKind, DeviceKind, ScorerKind, TaskKind
+from rlsp.config.choices import ChatUse, CorrectionKind, DeviceKind, ScorerKind, TaskKind, TokenizerKind
 from rlsp.config.cross import CrossRule, divisors
 from rlsp.config.external import ENGINE_RULES
 from rlsp.config.plain import leaf_kinds, legal_text, rule_of
@@ -124,6 +124,36 @@ def _task_key(name: str, kinds: tuple[TaskKind, ...], what: str, *, needed: bool
     return CrossRule((f"task.{name}", "task.kind"), holds, legal)
 
 
+def _tokenizer_key(name: str, kinds: tuple[TokenizerKind, ...], empty: str) -> CrossRule:
+    """Tie a key that may be empty to the tokenizers that read it."""
+
+    def holds(config: Config) -> bool:
+        return config.tokenizer.kind in kinds or not getattr(config.tokenizer, name)
+
+    return CrossRule(
+        (f"tokenizer.{name}", "tokenizer.kind"),
+        holds,
+        lambda c: f"{empty} (tokenizer.kind={c.tokenizer.kind.name} has none)",
+    )
+
+
+def _template_key(name: str, empty: str) -> CrossRule:
+    """Tie what goes to a chat template to its use."""
+    return CrossRule(
+        (f"tokenizer.{name}", "tokenizer.chat"),
+        lambda c: c.tokenizer.chat is not ChatUse.never or not getattr(c.tokenizer, name),
+        lambda _: f"{empty} (tokenizer.chat=never uses no template)",
+    )
+
+
+def _needs_characters(config: Config) -> bool:
+    """Tell whether the tokenizer is the built-in one."""
+    kind = config.tokenizer.kind
+    return kind is TokenizerKind.character or (kind is TokenizerKind.auto and config.tokenizer_path is None)
+
+
+_READ = (TokenizerKind.auto, TokenizerKind.hugging_face)
+_IN_IDS = (TaskKind.jsonl, TaskKind.custom)
 _ASKED = (TaskKind.jsonl, TaskKind.reasoning_gym)
 _VIRTUAL = ("numerics.virtual_tp",)
 _WORLD = ("parallel.dp", "parallel.cp", "parallel.tp")
@@ -140,7 +170,7 @@ _BACKENDS = {DeviceKind.cpu: "gloo", DeviceKind.cuda: "nccl"}
 CROSS_RULES = (
     CrossRule(
         ("model.vocab_size",),
-        lambda c: c.model.vocab_size >= CHARACTERS,
+        lambda c: c.model.vocab_size >= CHARACTERS or not _needs_characters(c),
         lambda _: f"at least {CHARACTERS}, the characters of the built-in tokenizer",
     ),
     CrossRule(
@@ -267,6 +297,22 @@ CROSS_RULES = (
         lambda c: (
             f"exact, tag, boxed, hashes, number or text (task.kind={c.task.kind.name} has no labels for it)"
         ),
+    ),
+    _tokenizer_key("path", _READ, "null"),
+    _tokenizer_key("system_prompt", _READ, "null"),
+    _tokenizer_key("template_options", _READ, "{}"),
+    _tokenizer_key("eos_ids", (*_READ, TokenizerKind.none), "[]"),
+    _template_key("system_prompt", "null"),
+    _template_key("template_options", "{}"),
+    CrossRule(
+        ("tokenizer.chat", "tokenizer.kind"),
+        lambda c: c.tokenizer.chat is not ChatUse.always or c.tokenizer.kind in _READ,
+        lambda c: f"auto or never (tokenizer.kind={c.tokenizer.kind.name} has no chat template)",
+    ),
+    CrossRule(
+        ("tokenizer.kind", "task.kind"),
+        lambda c: c.tokenizer.kind is not TokenizerKind.none or c.task.kind in _IN_IDS,
+        lambda c: f"auto, character or hugging_face (task.kind={c.task.kind.name} asks in text)",
     ),
     CrossRule(
         ("device.backend", "device.kind"),

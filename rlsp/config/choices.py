@@ -44,6 +44,23 @@ class TaskKind(Enum):
     custom = "custom"
 
 
+class TokenizerKind(Enum):
+    """What turns text into token ids; `auto` looks at the model."""
+
+    auto = "auto"
+    character = "character"
+    hugging_face = "hugging_face"
+    none = "none"
+
+
+class ChatUse(Enum):
+    """Whether prompts go through a chat template; `auto`: if the tokenizer has one and the task instructs."""
+
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
 class TaskOrder(Enum):
     """In which order an epoch shows the rows of a file."""
 

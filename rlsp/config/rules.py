@@ -75,6 +75,7 @@ def _is_finite(value: object) -> bool:
 
 Count = Annotated[int, Rule(f"an integer in 1..{_MAX_COUNT}", _within(1, _MAX_COUNT))]
 Tokens = Annotated[int, Rule(f"an integer in 1..{_MAX_TOKENS}", _within(1, _MAX_TOKENS))]
+TokenId = Annotated[int, Rule(f"an integer in 0..{_MAX_COUNT - 1}", _within(0, _MAX_COUNT - 1))]
 Seed = Annotated[int, Rule("an integer in 0..2^63-1", lambda v: 0 <= v < 2**63)]
 Width = Annotated[int, Rule(f"a power of two of at most {_MAX_BLOCK}", _block(1))]
 Tile = Annotated[int, Rule(f"a power of two in 16..{_MAX_BLOCK}", _block(16))]
@@ -106,6 +107,7 @@ Name = Annotated[
 ]
 Project = Annotated[str, Rule("1 to 128 characters without / \\ # ? % :", _matches(r"[^/\\#?%:\n]{1,128}"))]
 Label = Annotated[str, Rule("1 to 128 characters", _matches(r".{1,128}"))]
+Text = Annotated[str, Rule("1 to 65536 characters", lambda v: 1 <= len(v) <= 65536)]
 FilePath = Annotated[str, Rule("1 to 4096 characters", lambda v: 1 <= len(v) <= 4096 and "\0" not in v)]
 Factory = Annotated[
     str, Rule("module:function, as in my_tasks.shout:make", _matches(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*"))
@@ -167,4 +169,6 @@ def shown(value: object) -> str:
         return value.name
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(shown, value))}]"
     return str(value) or "''"

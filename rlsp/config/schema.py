@@ -8,6 +8,7 @@ from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, get_origin, get_type_hints
 
 from rlsp.config.choices import (
+    ChatUse,
     CorrectionKind,
     DeviceKind,
     Dtype,
@@ -16,6 +17,7 @@ from rlsp.config.choices import (
     ScorerKind,
     TaskKind,
     TaskOrder,
+    TokenizerKind,
     TrackerMode,
 )
 from rlsp.config.plain import read_plain, to_plain
@@ -43,8 +45,10 @@ from rlsp.config.rules import (
     Seed,
     Tag,
     Temperature,
+    Text,
     Threads,
     Tile,
+    TokenId,
     Tokens,
     Vocab,
     Width,
@@ -198,6 +202,23 @@ class TaskConfig:
 
 
 @dataclass(frozen=True)
+class TokenizerConfig:
+    """Choose what turns text into token ids.
+
+    path is a folder with tokenizer.json or a GGUF file (null: that of the model), system_prompt and
+    template_options go to its chat template, eos_ids end a response (empty: those that tokenizer and model
+    name).
+    """
+
+    kind: TokenizerKind
+    path: FilePath | None
+    chat: ChatUse
+    system_prompt: Text | None
+    template_options: Options
+    eos_ids: tuple[TokenId, ...]
+
+
+@dataclass(frozen=True)
 class DeviceConfig:
     """Choose the device and the process-group backend that serves it."""
 
@@ -265,6 +286,7 @@ class Config:
     rollout: RolloutConfig
     numerics: NumericsConfig
     task: TaskConfig
+    tokenizer: TokenizerConfig
     device: DeviceConfig
     optimizer: OptimizerConfig
     correction: CorrectionConfig
@@ -314,6 +336,11 @@ class Config:
     def padded_vocab(self) -> int:
         """Derive the vocabulary that the embedding and the head store."""
         return padded_vocab(self.model.vocab_size, self.numerics.virtual_tp)
+
+    @property
+    def tokenizer_path(self) -> str | None:
+        """Derive where the tokenizer lies: its own place, or the model's; None where neither is stated."""
+        return self.tokenizer.path or self.model.path
 
     @property
     def config_hash(self) -> str:

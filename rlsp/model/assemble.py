@@ -72,7 +72,7 @@ def assemble(config: Config, mesh: Mesh, device: torch.device) -> Models:
         Phase.TRAIN, contract, products, mesh.tp, mesh.cp, config.layout.sequence_parallel, routes
     )
     trainer = build_model(config.model, training, device)
-    _fill(trainer, config, mesh)
+    _fill(trainer, config)
     reference = None
     if config.kl_coef > 0:
         reference = build_model(config.model, training, device)
@@ -87,11 +87,11 @@ def assemble(config: Config, mesh: Mesh, device: torch.device) -> Models:
     return Models(trainer, reference, engine, contract, certificate)
 
 
-def _fill(model: PolicyModel, config: Config, mesh: Mesh) -> None:
+def _fill(model: PolicyModel, config: Config) -> None:
     """Give a model its initial weights: those at its path, or fresh ones with zeros for what pads."""
     shape = config.model
     if shape.path is not None:
-        load_path(model, shape, mesh.world)
+        load_path(model, shape)
         return
     initialize(model, config.seed, shape.init_std, shape.num_layers)
     zero_padding(model, shape)

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from rlsp.config import ModelConfig
 from rlsp.pretrained.architecture import PretrainedError, shape_of
 from rlsp.pretrained.gguf import described, read_head
+from rlsp.pretrained.gguf_tensors import gguf_lines
 from rlsp.pretrained.names import misfits
 
 PACKAGE = "package:"
@@ -118,7 +119,7 @@ def tensor_lines(model: ModelConfig) -> list[str]:
     try:
         place = located(model.path)
         if (file := gguf_file(place)) is not None:
-            return [] if _can_read_gguf() else [f"{file.name}: needs `pip install 'rlsp[gguf]'`"]
+            return gguf_lines(file, model)
         table = tensor_table(place)
     except PretrainedError as error:
         return list(error.lines)
@@ -235,7 +236,3 @@ def _head_bytes(file: Path) -> int:
 def _hash_head(file: Path, size: int) -> str:
     with file.open("rb") as opened:
         return hashlib.sha256(opened.read(size)).hexdigest()
-
-
-def _can_read_gguf() -> bool:
-    return all(importlib.util.find_spec(name) is not None for name in ("gguf", "transformers"))

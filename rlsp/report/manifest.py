@@ -92,7 +92,8 @@ class WeightSource(Document):
 class StartupFacts(Document):
     """What rank 0 learns as the ranks come up.
 
-    `data_hash` is the task's content hash. `kernels` is the identity of the kernels, `certificate` what the
+    `data_hash` is the task's content hash, `tokenizer` the tokenizer's kind, `chat_template_hash` null where
+    prompts are made without a template. `kernels` is the identity of the kernels, `certificate` what the
     start-up certificate measured, `paths` the path that it chose for each operator. `weight_source` is null
     for fresh weights.
     """
@@ -100,7 +101,9 @@ class StartupFacts(Document):
     contract: dict[str, JsonValue]
     contract_hash: str
     data_hash: str
+    tokenizer: str
     tokenizer_hash: str
+    chat_template_hash: str | None
     initial_weights_digest: str
     weight_source: WeightSource | None = None
     kernels: dict[str, JsonValue]

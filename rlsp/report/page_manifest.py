@@ -93,7 +93,9 @@ def _run(manifest: Manifest) -> dict[str, str]:
         "contract hash": startup.contract_hash if startup else "the run never got there",
         "config hash": manifest.config_hash,
         "task hash": startup.data_hash if startup else "–",
+        "tokenizer": startup.tokenizer if startup else "–",
         "tokenizer hash": startup.tokenizer_hash if startup else "–",
+        "chat template hash": (startup.chat_template_hash if startup else None) or "–",
     }
 
 

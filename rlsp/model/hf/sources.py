@@ -1,4 +1,4 @@
-"""transformers' tensors on disk, read in slices: by every rank its own, or by rank 0 for all."""
+"""transformers' tensors on disk, of which every rank reads its own slices."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rlsp import bits, collectives
+from rlsp import bits
 from rlsp.config import ModelConfig
-from rlsp.groups import Group
 from rlsp.model.build import PolicyModel
 from rlsp.model.hf.mapping import Tensors
 from rlsp.model.hf.weights import WeightMismatchError, load_weights
 from rlsp.pretrained.folder import Stored, gguf_file, located, tensor_table
+from rlsp.pretrained.gguf_tensors import GgufRows
 from rlsp.pretrained.names import EMBEDDING, HEAD, misfits, tensor_shapes
 
 
-def load_path(model: PolicyModel, shape: ModelConfig, world: Group) -> None:
-    """Fill a model from the checkpoint at its path; every rank of `world` calls it.
+def load_path(model: PolicyModel, shape: ModelConfig) -> None:
+    """Fill a model with this rank's part of the checkpoint at its path.
 
     Args:
         model: The model to fill.
         shape: What it was built from, with a path.
-        world: All ranks, of which rank 0 reads a GGUF file for all.
 
     Raises:
         WeightMismatchError: The tensors do not fit the model.
@@ -36,7 +35,7 @@ def load_path(model: PolicyModel, shape: ModelConfig, world: Group) -> None:
     assert shape.path is not None
     place = located(shape.path)
     if (file := gguf_file(place)) is not None:
-        load_weights(model, shape, GgufFile(file, shape, world, next(model.parameters()).device))
+        load_weights(model, shape, GgufFile(file, shape))
         return
     table = tensor_table(place)
     if faults := misfits({name: stored.shape for name, stored in table.items()}, shape):
@@ -56,14 +55,14 @@ def open_folder(table: Mapping[str, Stored]) -> Iterator[Folder]:
 
 
 class Folder:
-    """Slices of safetensors files: a read allocates the slice and nothing else."""
+    """Slices of safetensors files, which are mapped: what is copied out of a slice is all that is read."""
 
     def __init__(self, table: Mapping[str, Stored], opened: Mapping[Path, Any]) -> None:
         """Take the files that hold the tensors of `table`, opened."""
         self._table, self._opened = table, opened
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Copy the indices start … stop of dimension `dim` out of the file."""
+        """View the indices start … stop of dimension `dim` in the mapped file."""
         cut = self._opened[self._table[name].file].get_slice(name)
         if start == stop:  # a rank whose heads are all padding
             size = list(cut.get_shape())
@@ -74,28 +73,23 @@ class Folder:
 
 
 class GgufFile:
-    """A GGUF file, dequantised by transformers on rank 0 and given to all ranks tensor by tensor."""
+    """Slices of a GGUF file, dequantised to float32: a read keeps its slice, and bounds what it works on."""
 
-    def __init__(self, file: Path, shape: ModelConfig, world: Group, device: torch.device) -> None:
-        """Read the whole file on rank 0, in float32: 4 bytes a parameter there and nowhere else."""
-        self._world, self._device = world, device
-        self._shapes = tensor_shapes(shape)
-        self._state = _dequantised(file) if world.index == 0 else {}
+    def __init__(self, file: Path, shape: ModelConfig) -> None:
+        """Open the file."""
+        self._rows, self._shapes = GgufRows(file, shape), tensor_shapes(shape)
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Return the indices start … stop of dimension `dim`; all ranks ask for the same tensors in turn."""
-        whole = self._state.pop(name, None)
-        if whole is None:
-            whole = torch.empty(self._shapes[name])
-        shared = collectives.broadcast(whole.to(self._device, torch.float32), self._world, source=0)
-        return shared.narrow(dim, start, stop - start).clone()
-
-
-def _dequantised(file: Path) -> dict[str, Tensor]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    return dict(model.state_dict())
+        """Return the indices start … stop of dimension `dim`."""
+        size = list(self._shapes[name])
+        rows = (start, stop) if dim == 0 else (0, size[0])
+        size[dim] = stop - start
+        found, at = torch.empty(size), 0
+        for piece in self._rows.pieces(name, *rows):
+            part = torch.tensor(piece if dim == 0 else piece[:, start:stop])
+            found[at : at + len(part)] = part
+            at += len(part)
+        return found
 
 
 def _require_tied(tensors: Tensors, shape: ModelConfig, model: PolicyModel) -> None:

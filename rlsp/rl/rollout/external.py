@@ -165,7 +165,7 @@ class ExternalRollouts:
                         f"{name} may become {length} tokens long, the engine's cache holds {self._room}: "
                         "rollout.kv_cache_gib is too small"
                     )
-        stop = [] if sampling.eos_id is None else [sampling.eos_id]
+        stop = list(sampling.eos_ids)
         request = {
             "do": "draw",
             "version": version,

@@ -43,14 +43,14 @@ class Sampling:
         rollout: Index of the rollout.
         temperature: Divides the logits.
         max_tokens: The longest response.
-        eos_id: Ends a response and belongs to it; None to generate to the full length.
+        eos_ids: Any of them ends a response and belongs to it; empty to generate to the full length.
     """
 
     seed: int
     rollout: int
     temperature: float
     max_tokens: int
-    eos_id: int | None
+    eos_ids: tuple[int, ...]
 
 
 @dataclass
@@ -104,7 +104,7 @@ class NativeEngine:
                 responses[index].tokens.append(token)
                 responses[index].logp.append(logp)
                 responses[index].row_digest.append(digest)
-            batch.advance(drawn[0], sampling.eos_id)
+            batch.advance(drawn[0], sampling.eos_ids)
             if not batch.index:
                 return responses
             hidden = self._forward(batch, batch.last.unsqueeze(1), (batch.lengths - 1).unsqueeze(0))
@@ -180,12 +180,12 @@ class _Batch:
         self.lengths = torch.tensor([len(s.tokens) for s in sequences], device=device)
         self.last = torch.zeros_like(self.lengths)
 
-    def advance(self, tokens: list[int], eos_id: int | None) -> None:
+    def advance(self, tokens: list[int], eos_ids: tuple[int, ...]) -> None:
         """Append the drawn tokens and drop the sequences that ended, by EOS or by their limit."""
         self.lengths = self.lengths + 1
         self.last = torch.tensor(tokens, device=self.lengths.device)
         self.left = [left - 1 for left in self.left]
-        goes_on = [left > 0 and token != eos_id for left, token in zip(self.left, tokens, strict=True)]
+        goes_on = [left > 0 and token not in eos_ids for left, token in zip(self.left, tokens, strict=True)]
         if all(goes_on):
             return
         kept = [i for i, more in enumerate(goes_on) if more]

@@ -5,10 +5,19 @@ from __future__ import annotations
 from rlsp.rl.task.arithmetic import ArithmeticTask, Sums
 from rlsp.rl.task.constant import ConstantTask
 from rlsp.rl.task.limited import LimitedTask
-from rlsp.rl.task.protocol import Prompt, Task, TaskError, Tokenizer
+from rlsp.rl.task.protocol import Message, Prompt, Task, TaskError, Tokenizer
 from rlsp.rl.task.tokenizer import CharacterTokenizer
 
-__all__ = ["CharacterTokenizer", "LimitedTask", "Prompt", "Task", "TaskError", "Tokenizer", "build_task"]
+__all__ = [
+    "CharacterTokenizer",
+    "LimitedTask",
+    "Message",
+    "Prompt",
+    "Task",
+    "TaskError",
+    "Tokenizer",
+    "build_task",
+]
 
 
 def build_task(

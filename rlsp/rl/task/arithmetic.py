@@ -48,7 +48,7 @@ class Sums:
         """Make the prompt of an index."""
         first, second = self.operands(index)
         text = f"{first}+{second}="
-        return Prompt(tokens=self.tokenizer.encode(text), text=text)
+        return self.tokenizer.prompt([("user", text)])
 
     def answer(self, index: int) -> str:
         """Return the digits of the right answer."""
@@ -100,7 +100,7 @@ class ArithmeticTask:
         amounts that differ, so that an untrained model has something to learn from.
         """
         tokenizer = self.sums.tokenizer
-        body = tokenizer.decode(until_eos(response, tokenizer.eos_id))
+        body = tokenizer.decode(until_eos(response, *tokenizer.eos_ids))
         answer = self.sums.answer(index)
         if body == answer:
             return 1.0

@@ -11,9 +11,9 @@ from typing import Final
 import numpy as np
 
 from rlsp.rl.task.lines import LineFile, first_lines
-from rlsp.rl.task.protocol import Prompt, TaskError, Tokenizer, hash_content, until_eos
-from rlsp.rl.task.rows import Fields, Row, RowError, find_fields, parse, read_row
-from rlsp.rl.task.scorer import Scorer
+from rlsp.rl.task.protocol import Message, Prompt, TaskError, Tokenizer, hash_content, until_eos
+from rlsp.rl.task.rows import Fields, Ids, Row, RowError, find_fields, parse, read_row
+from rlsp.rl.task.scorer import ExactScorer, Scorer
 
 _STREAM: Final = 0x4A534F4E4C494E45  # "JSONLINE": apart from whatever else a seed is hashed for.
 _VERSION: Final = 1
@@ -71,16 +71,22 @@ class JsonlTask:
             TaskError: The row is broken, or its prompt cannot be encoded or is too long; names the line.
         """
         line = self._line(index)
-        text = self._row(line).text
+        row = self._row(line)
         try:
-            return encode_prompt(text, self.tokenizer, self.max_prompt_tokens)
+            return prompt_of(row, self.tokenizer, self.scorer, self.max_prompt_tokens)
         except RowError as error:
             raise TaskError(f"{self.lines.where(line)}: {error}") from error
 
     def reward(self, index: int, response: Sequence[int]) -> float:
-        """Score what stands before the first EOS, or all of a response that was cut before one."""
-        text = self.tokenizer.decode(until_eos(response, self.tokenizer.eos_id))
-        return self.scorer.score(self._row(self._line(index)).label, text)
+        """Score what stands before the first EOS, or all of a response that was cut before one.
+
+        A label of token ids is the right answer itself, with an EOS or without.
+        """
+        body = until_eos(response, *self.tokenizer.eos_ids)
+        label = self._row(self._line(index)).label
+        if isinstance(label, Ids):
+            return float(body == until_eos(label.tokens, *self.tokenizer.eos_ids))
+        return self.scorer.score(label, self.tokenizer.decode(body))
 
     def _line(self, index: int) -> int:
         if index < 0:
@@ -122,13 +128,16 @@ def open_jsonl(
 def check_first_rows(
     path: str,
     *,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
+    scorer: Scorer | None,
     prompt_key: str | None,
     label_key: str | None,
     max_prompt_tokens: int | None,
     count: int,
 ) -> list[str]:
     """List what is wrong with the first rows of a file, without reading the rest.
+
+    Without tokenizer or scorer it is left open whether prompts can be encoded and labels scored.
 
     Returns:
         One line for every bad row among the first `count`, or one about the file; empty if all is well.
@@ -141,7 +150,9 @@ def check_first_rows(
             try:
                 row = parse(line)
                 fields = fields or find_fields(row, prompt_key, label_key)
-                encode_prompt(read_row(row, fields).text, tokenizer, max_prompt_tokens)
+                read = read_row(row, fields)
+                if tokenizer is not None and scorer is not None:
+                    prompt_of(read, tokenizer, scorer, max_prompt_tokens)
             except RowError as error:
                 found.append(f"{path}, line {number}: {error}")
                 if fields is None:
@@ -151,21 +162,54 @@ def check_first_rows(
     return found
 
 
-def encode_prompt(text: str, tokenizer: Tokenizer, max_tokens: int | None) -> Prompt:
-    """Turn a text into a prompt.
+def prompt_of(row: Row, tokenizer: Tokenizer, scorer: Scorer, max_tokens: int | None) -> Prompt:
+    """Turn a row into a prompt, and see that its label can be scored.
 
     Raises:
-        RowError: The tokenizer cannot encode it, or makes more than `max_tokens` ids, or none, of it.
+        RowError: One cannot be used.
+    """
+    _check_label(row.label, tokenizer, scorer)
+    if isinstance(row.question, Ids):
+        tokens = row.question.tokens
+        _check_ids(tokens, tokenizer, "prompt")
+        return _checked(Prompt(tokens=tokens, text=tokenizer.decode(tokens)), max_tokens)
+    return write_prompt(row.question, tokenizer, max_tokens)
+
+
+def write_prompt(messages: Sequence[Message], tokenizer: Tokenizer, max_tokens: int | None) -> Prompt:
+    """Turn a conversation into a prompt.
+
+    Raises:
+        RowError: The tokenizer cannot write it, or makes more than `max_tokens` ids, or none, of it.
     """
     try:
-        tokens = tokenizer.encode(text)
+        return _checked(tokenizer.prompt(messages), max_tokens)
     except ValueError as error:
         raise RowError(str(error)) from error
-    if not tokens:
+
+
+def _checked(prompt: Prompt, max_tokens: int | None) -> Prompt:
+    if not prompt.tokens:
         raise RowError("the prompt has no token")
-    if max_tokens is not None and len(tokens) > max_tokens:
-        raise RowError(f"the prompt has {len(tokens)} tokens: task.max_prompt_tokens allows {max_tokens}")
-    return Prompt(tokens=tokens, text=text)
+    if max_tokens is not None and len(prompt.tokens) > max_tokens:
+        raise RowError(
+            f"the prompt has {len(prompt.tokens)} tokens: task.max_prompt_tokens allows {max_tokens}"
+        )
+    return prompt
+
+
+def _check_label(label: str | Ids, tokenizer: Tokenizer, scorer: Scorer) -> None:
+    if isinstance(label, Ids):
+        _check_ids(label.tokens, tokenizer, "label")
+        if scorer != ExactScorer("exact"):
+            raise RowError("the label is token ids, which task.scorer=exact alone compares")
+    elif tokenizer.name == "none":
+        raise RowError("the label is text and there is no tokenizer: legal: a list of token ids")
+
+
+def _check_ids(tokens: tuple[int, ...], tokenizer: Tokenizer, what: str) -> None:
+    if (high := max(tokens)) >= tokenizer.vocab_size:
+        raise RowError(f"the {what} holds the id {high}: legal: 0..{tokenizer.vocab_size - 1}")
 
 
 @lru_cache(maxsize=2)  # a rollout may begin in one epoch and end in the next

@@ -17,13 +17,15 @@ To write one's own, make a frozen dataclass with the members of `Task`; nothing 
             fields = {"generator": self.name, "version": 1, "seed": self.seed}
             return hash_content({**fields, "tokenizer": self.tokenizer.content_hash})
 
+        def word(self, index: int) -> str:
+            return ("stop", "go")[random_integer(2, self.seed, index)]
+
         def prompt(self, index: int) -> Prompt:
-            word = ("stop", "go")[random_integer(2, self.seed, index)]
-            return Prompt(tokens=self.tokenizer.encode(word), text=word)
+            return self.tokenizer.prompt([("user", self.word(index))])
 
         def reward(self, index: int, response: Sequence[int]) -> float:
-            body = self.tokenizer.decode(until_eos(response, self.tokenizer.eos_id))
-            return float(body == self.prompt(index).text.upper())
+            body = self.tokenizer.decode(until_eos(response, *self.tokenizer.eos_ids))
+            return float(body == self.word(index).upper())
 
 Rules: `prompt` and `reward` are pure functions of their arguments and the fields, so that any rank may call
 them, in any order, any number of times; any non-negative index is legal; a prompt is never empty; a reward is
@@ -60,9 +62,18 @@ class Prompt:
     limit: int | None = None
 
 
+Message = tuple[str, str]
+"""What was said in a conversation: by whom ("user", "system", "assistant"), and the text."""
+
+
 @runtime_checkable
 class Tokenizer(Protocol):
     """A two-way map between text and token ids."""
+
+    @property
+    def name(self) -> str:
+        """What the manifest calls its kind."""
+        ...
 
     @property
     def vocab_size(self) -> int:
@@ -70,22 +81,31 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def eos_id(self) -> int:
-        """The id that ends a response."""
+    def eos_ids(self) -> tuple[int, ...]:
+        """The ids of which any ends a response; the first is the one to write. Empty where none does."""
         ...
 
     @property
     def pad_id(self) -> int:
-        """The id that fills a batch; may equal `eos_id`, since lengths and masks say what is padding."""
+        """The id that fills a batch; may be one of `eos_ids`: lengths and masks say what is padding."""
         ...
 
     @property
     def content_hash(self) -> str:
-        """64 hex characters over everything that the map depends on."""
+        """64 hex characters over everything that the map depends on, and what a prompt is made with."""
+        ...
+
+    @property
+    def template_hash(self) -> str | None:
+        """64 hex characters over the chat template alone; None where prompts are made without one."""
         ...
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Turn text into ids, without special ones; raise ValueError for what has no id."""
+        ...
+
+    def prompt(self, messages: Sequence[Message]) -> Prompt:
+        """Write what was said so far as the model is to see it; raise ValueError for what cannot be."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -116,10 +136,16 @@ class Task(Protocol):
         ...
 
 
-def until_eos(response: Sequence[int], eos_id: int) -> tuple[int, ...]:
+def until_eos(response: Sequence[int], *eos_ids: int) -> tuple[int, ...]:
     """Cut a response before its first EOS; whatever follows it is padding or was drawn past the end."""
     tokens = tuple(response)
-    return tokens[: tokens.index(eos_id)] if eos_id in tokens else tokens
+    end = next((place for place, token in enumerate(tokens) if token in eos_ids), len(tokens))
+    return tokens[:end]
+
+
+def one_below_the_other(messages: Sequence[Message]) -> str:
+    """Write a conversation without a template: what was said, a line break between."""
+    return "\n".join(content for _, content in messages)
 
 
 def random_integer(count: int, *words: int) -> int:

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 from rlsp.rl.task.extract import number
-from rlsp.rl.task.jsonl import encode_prompt
+from rlsp.rl.task.jsonl import write_prompt
 from rlsp.rl.task.protocol import Prompt, TaskError, Tokenizer, hash_content, random_integer, until_eos
 from rlsp.rl.task.rows import RowError, look_up
 from rlsp.rl.task.scorer import answer_of
@@ -84,14 +84,15 @@ class ReasoningGymTask:
             TaskError: The generator fails, or the prompt cannot be encoded or is too long; names the item.
         """
         try:
-            return encode_prompt(self._text(self._item(index)), self.tokenizer, self.max_prompt_tokens)
+            messages = [("user", self._text(self._item(index)))]
+            return write_prompt(messages, self.tokenizer, self.max_prompt_tokens)
         except RowError as error:
             raise TaskError(f"reasoning-gym {self.dataset_name}, item {index}: {error}") from error
 
     def reward(self, index: int, response: Sequence[int]) -> float:
         """Let the generator score the answer in what stands before the first EOS; without one pay nothing."""
         item = self._item(index)
-        text = self.tokenizer.decode(until_eos(response, self.tokenizer.eos_id))
+        text = self.tokenizer.decode(until_eos(response, *self.tokenizer.eos_ids))
         answer = answer_of(text, self.where, numeric=number(str(item["answer"])) is not None)
         return float(self.dataset.score_answer(answer=answer, entry=item)) if answer else 0.0
 

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
-PROMPT_KEYS: Final = ("prompt", "question", "problem", "messages", "input")
-LABEL_KEYS: Final = ("label", "answer", "ground_truth", "reward_model.ground_truth")
+from rlsp.rl.task.protocol import Message
+
+PROMPT_KEYS: Final = ("prompt", "question", "problem", "messages", "input", "prompt_ids", "input_ids")
+LABEL_KEYS: Final = ("label", "answer", "ground_truth", "reward_model.ground_truth", "label_ids")
 """Where prompts and labels are looked for, in this order; a dot leads into an object."""
 
 _SHOWN = 8
@@ -27,21 +29,23 @@ class Fields:
 
 
 @dataclass(frozen=True)
+class Ids:
+    """Token ids, at least one, none negative."""
+
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Row:
-    """A question, as text or as what was said so far in a conversation, and the right answer.
+    """A question, as text, as what was said so far in a conversation, or as token ids, and the right answer.
 
     Attributes:
-        messages: Role and content, at least one; a plain prompt is one of "user".
-        label: The right answer as text.
+        question: Role and content, at least one (a plain prompt is one of "user"); or token ids.
+        label: The right answer as text, or as token ids.
     """
 
-    messages: tuple[tuple[str, str], ...]
-    label: str
-
-    @property
-    def text(self) -> str:
-        """Return the contents, one below the other."""
-        return "\n".join(content for _, content in self.messages)
+    question: tuple[Message, ...] | Ids
+    label: str | Ids
 
 
 def parse(line: bytes) -> Mapping[str, Any]:
@@ -97,18 +101,20 @@ def read_row(row: Mapping[str, Any], fields: Fields) -> Row:
         raise _missing(row, fields.prompt, "task.prompt_key")
     if label is None:
         raise _missing(row, fields.label, "task.label_key")
-    return Row(_messages(prompt, fields.prompt), _label(label, fields.label))
+    return Row(_question(prompt, fields.prompt), _label(label, fields.label))
 
 
-def _messages(prompt: object, key: str) -> tuple[tuple[str, str], ...]:
+def _question(prompt: object, key: str) -> tuple[Message, ...] | Ids:
     if isinstance(prompt, str):
         if not prompt.strip():
             raise RowError(f"{key} is empty")
         return (("user", prompt),)
     if not isinstance(prompt, list):
-        raise RowError(f"{key} is {_kind(prompt)}: legal: text, or a list of messages")
+        raise RowError(f"{key} is {_kind(prompt)}: legal: text, or a list of messages or of token ids")
     if not prompt:
         raise RowError(f"{key} is empty")
+    if isinstance(prompt[0], int):
+        return _ids(prompt, key)
     messages = []
     for place, message in enumerate(prompt):
         role, content = (
@@ -122,9 +128,18 @@ def _messages(prompt: object, key: str) -> tuple[tuple[str, str], ...]:
     return tuple(messages)
 
 
-def _label(label: object, key: str) -> str:
+def _ids(values: list[Any], key: str) -> Ids:
+    for place, value in enumerate(values):
+        if type(value) is not int or value < 0:
+            raise RowError(f"{key}[{place}] is no token id: legal: a whole number of at least 0")
+    return Ids(tuple(values))
+
+
+def _label(label: object, key: str) -> str | Ids:
+    if isinstance(label, list) and label and isinstance(label[0], int):
+        return _ids(label, key)
     if isinstance(label, bool) or not isinstance(label, str | int | float):
-        raise RowError(f"{key} is {_kind(label)}: legal: text or a number")
+        raise RowError(f"{key} is {_kind(label)}: legal: text, a number or a list of token ids")
     text = label if isinstance(label, str) else _digits(label)
     if not text.strip():
         raise RowError(f"{key} is empty")
