@@ -318,6 +318,7 @@ def make_startup(manifest: manifest_file.Manifest) -> dict[str, Any]:
         "tokenizer_hash": "e" * 64,
         "chat_template_hash": None,
         "initial_weights_digest": weights(0),
+        "weight_source": None,
         "kernels": {"torch": "2.13.0", "isa": "AVX512"},
         "certificate": {"products": "passed", "seconds": 0.8},
         "paths": {"qkv": "fused", "head": "leaf"},

@@ -66,6 +66,22 @@ ILLEGAL: dict[str, tuple[Any, ...]] = {
     "model.ffn_hidden_size": COUNT,
     "model.vocab_size": (0, 1, 10**6 + 1),
     "model.rope_base": POSITIVE,
+    "model.rope_scaling": (
+        {"rope_type": "yarn", "factor": 4.0},
+        {"factor": 4.0},
+        {"rope_type": "linear"},
+        {"rope_type": "linear", "factor": 0},
+        {"rope_type": "linear", "factor": nan},
+        {"rope_type": "linear", "factor": 2.0, "more": 1.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 4.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
+    "model.path": ("", "x" * 4097, "a\0b"),
     "model.norm_epsilon": POSITIVE,
     "model.init_std": POSITIVE,
     "parallel.cp": COUNT,
@@ -159,7 +175,8 @@ CROSSED = [
     ),
     (
         {"model.num_query_groups": 4},
-        "numerics.virtual_tp=8: legal: a power of two that divides model.num_query_groups=4",
+        "numerics.virtual_tp=8: legal: a power of two that divides model.num_query_groups=4, or any with "
+        "model.pad_heads=true: zero heads make it 32 query heads, and no output changes",
     ),
     (
         {"model.ffn_hidden_size": 260},

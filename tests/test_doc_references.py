@@ -23,6 +23,7 @@ LEFT_BY_A_RUN = {
         "rollouts/",
         "digests/",
         "checkpoints/",
+        "export/",
         ".hydra/",
         ".venv/",
         "0/",

@@ -161,6 +161,7 @@ _SHAPES = (
     "numerics.virtual_tp",
     "model.hidden_size",
     "model.num_attention_heads",
+    "model.num_query_groups",
     "model.head_dim",
     "model.ffn_hidden_size",
     "model.vocab_size",

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under transformers' names, dequantised row by row. Needs the package gguf."""
+"""The tensors of a GGUF file under transformers' names, dequantised by slices. Needs the package gguf."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def gguf_lines(file: Path, model: ModelConfig) -> list[str]:
     return lines
 
 
-class GgufRows:
-    """Rows of a file's tensors, float32; each read touches and dequantises its own rows only."""
+class GgufSlices:
+    """Slices of a file's tensors, float32; a read dequantises the blocks that it touches and no others."""
 
     def __init__(self, file: Path, model: ModelConfig) -> None:
         """Read the head, not the tensors."""
@@ -58,38 +58,46 @@ class GgufRows:
         # llama.cpp keeps the pairs that RoPE turns side by side in Llama's queries and keys, not in Qwen3's.
         self._head_dim = None if model.qk_norm else model.head_dim
 
-    def pieces(self, name: str, start: int, stop: int) -> Iterator[np.ndarray]:
-        """Yield rows start … stop of a matrix, or elements of a vector, in order, some at a time.
+    def pieces(self, name: str, dim: int, start: int, stop: int) -> Iterator[np.ndarray]:
+        """Yield the indices start … stop of a tensor's dimension `dim`, some rows at a time, in order.
 
         Queries and keys are read by whole heads.
         """
         tensor = self._table[name]
-        width = tensor.shape[-1] if len(tensor.shape) > 1 else 1
-        step = max(1, _AT_ONCE // width)
-        if self._head_dim is not None and name.endswith(_INTERLEAVED):
-            step = max(1, step // self._head_dim) * self._head_dim
-        if len(tensor.shape) == 1:
-            yield self._rows(tensor, 0, 1)[0, start:stop]
+        if start == stop:
             return
-        for first in range(start, stop, step):
-            rows = self._rows(tensor, first, min(first + step, stop))
-            yield self._untwined(rows) if name.endswith(_INTERLEAVED) else rows
-
-    def _rows(self, tensor: GgufTensor, start: int, stop: int) -> np.ndarray:
-        size = _row_bytes(tensor)
-        first = tensor.offset + start * size
-        raw = self._bytes[first : first + (stop - start) * size].reshape(stop - start, size)
-        found: np.ndarray = _gguf().dequantize(
-            _typed(raw, tensor.kind), _gguf().GGMLQuantizationType(tensor.kind)
+        if len(tensor.shape) == 1:
+            yield self._cells(tensor, (0, 1), (start, stop))[0]
+            return
+        rows, columns = (
+            ((start, stop), (0, tensor.shape[1])) if dim == 0 else ((0, tensor.shape[0]), (start, stop))
         )
-        return found.astype(np.float32, copy=False)
+        step = max(1, _AT_ONCE // (columns[1] - columns[0]))
+        twined = self._head_dim if name.endswith(_INTERLEAVED) else None
+        if twined is not None:
+            step = max(1, step // twined) * twined
+        for first in range(rows[0], rows[1], step):
+            cells = self._cells(tensor, (first, min(first + step, rows[1])), columns)
+            yield cells if twined is None else _untwined(cells, twined)
 
-    def _untwined(self, rows: np.ndarray) -> np.ndarray:
-        """Lay each head's first elements of all pairs before the second ones, as transformers has them."""
-        if self._head_dim is None:
-            return rows
-        pairs = rows.reshape(-1, self._head_dim // 2, 2, rows.shape[1])
-        return pairs.swapaxes(1, 2).reshape(rows.shape)
+    def _cells(self, tensor: GgufTensor, rows: tuple[int, int], columns: tuple[int, int]) -> np.ndarray:
+        """Dequantise the blocks of some rows that have some columns, and cut these out."""
+        block, size = _gguf().GGML_QUANT_SIZES[tensor.kind]
+        first, last = columns[0] // block, -(-columns[1] // block)
+        count, per_row = rows[1] - rows[0], tensor.shape[-1] // block
+        begin = tensor.offset + rows[0] * per_row * size
+        raw = self._bytes[begin : begin + count * per_row * size].reshape(count, per_row, size)
+        own = _typed(raw[:, first:last].reshape(count, -1), tensor.kind)
+        found: np.ndarray = _gguf().dequantize(own, _gguf().GGMLQuantizationType(tensor.kind))
+        return found[:, columns[0] - first * block : columns[1] - first * block].astype(
+            np.float32, copy=False
+        )
+
+
+def _untwined(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """Lay each head's first elements of all pairs before the second ones, as transformers has them."""
+    pairs = rows.reshape(-1, head_dim // 2, 2, rows.shape[1])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _table(file: Path) -> dict[str, GgufTensor]:

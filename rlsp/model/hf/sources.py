@@ -17,7 +17,7 @@ from rlsp.model.build import PolicyModel
 from rlsp.model.hf.mapping import Tensors
 from rlsp.model.hf.weights import WeightMismatchError, load_weights
 from rlsp.pretrained.folder import Stored, gguf_file, located, tensor_table
-from rlsp.pretrained.gguf_tensors import GgufRows
+from rlsp.pretrained.gguf_tensors import GgufSlices
 from rlsp.pretrained.names import EMBEDDING, HEAD, misfits, tensor_shapes
 
 
@@ -77,18 +77,16 @@ class GgufFile:
 
     def __init__(self, file: Path, shape: ModelConfig) -> None:
         """Open the file."""
-        self._rows, self._shapes = GgufRows(file, shape), tensor_shapes(shape)
+        self._slices, self._shapes = GgufSlices(file, shape), tensor_shapes(shape)
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Return the indices start … stop of dimension `dim`."""
         size = list(self._shapes[name])
-        rows = (start, stop) if dim == 0 else (0, size[0])
         size[dim] = stop - start
         found, at = torch.empty(size), 0
-        for piece in self._rows.pieces(name, *rows):
-            part = torch.tensor(piece if dim == 0 else piece[:, start:stop])
-            found[at : at + len(part)] = part
-            at += len(part)
+        for piece in self._slices.pieces(name, dim, start, stop):
+            found[at : at + len(piece)] = torch.tensor(piece)
+            at += len(piece)
         return found
 
 
