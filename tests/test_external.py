@@ -32,7 +32,7 @@ from rlsp.vllm_engine import _found_again, _tensors
 
 FAKE = Path(__file__).with_name("fake_engine.py")
 EOS = 96
-SAMPLING = Sampling(seed=5, rollout=2, temperature=0.7, max_tokens=6, eos_id=None)
+SAMPLING = Sampling(seed=5, rollout=2, temperature=0.7, max_tokens=6, eos_ids=())
 SEQUENCES = [Sequence(p, s, (1, 2, 3)[: p + 1], limit) for p, limit in ((0, None), (1, 4)) for s in (0, 1)]
 
 
@@ -92,7 +92,7 @@ def test_each_sequence_has_a_seed_of_its_own_and_keeps_it(tmp_path: Path) -> Non
 
 
 def test_a_response_ends_with_the_token_that_ends_it(tmp_path: Path) -> None:
-    sampling = dataclasses.replace(SAMPLING, max_tokens=96, eos_id=EOS)
+    sampling = dataclasses.replace(SAMPLING, max_tokens=96, eos_ids=(EOS,))
     rows = rolled_out(tmp_path, "well", sampling).responses()
     assert all(EOS not in row[:-1] for row in rows)
     assert any(row[-1] == EOS and len(row) < 96 for row in rows)
@@ -172,7 +172,7 @@ LEFT_BEHIND = {
 
 @pytest.mark.parametrize("act", WRONG)
 def test_whatever_the_engine_does_wrong_is_one_clear_error(tmp_path: Path, act: str) -> None:
-    sampling = dataclasses.replace(SAMPLING, eos_id=EOS, max_tokens=24 if act == "small" else 6)
+    sampling = dataclasses.replace(SAMPLING, eos_ids=(EOS,), max_tokens=24 if act == "small" else 6)
     with pytest.raises(EngineError) as error:
         rolled_out(tmp_path, act, sampling)
     first, *others = str(error.value).splitlines()

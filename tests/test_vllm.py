@@ -40,7 +40,7 @@ pytestmark = pytest.mark.vllm
 MODEL = ("rollout=vllm", "model.head_dim=32", "rollout.kv_cache_gib=0.1")
 SHARP = ("model.dtype=float32", "model.init_std=0.15")  # far from uniform, so that a temperature shows
 SEQUENCES = [Sequence(p, s, (5, 6 + p, 7)) for p in (0, 1, 2) for s in (0, 1)]
-SAMPLING = Sampling(seed=1, rollout=0, temperature=1.0, max_tokens=12, eos_id=None)
+SAMPLING = Sampling(seed=1, rollout=0, temperature=1.0, max_tokens=12, eos_ids=())
 FLOAT32_ERROR = 2e-5
 
 
@@ -120,7 +120,7 @@ def test_no_response_outgrows_its_limit_or_the_token_that_ends_it(served: Served
     free = served.draw(0, SAMPLING, sequences).responses()
     assert [len(row) for row in free] == [0, 1, 3, 12, 12, 12]
     end = free[3][4]
-    ended = served.draw(0, replace(SAMPLING, eos_id=end), sequences).responses()
+    ended = served.draw(0, replace(SAMPLING, eos_ids=(end,)), sequences).responses()
     cut = [row[: row.index(end) + 1] if end in row else row for row in free]
     assert ended == cut != free
 
