@@ -29,7 +29,6 @@ LAYOUTS = [name for group, name in FILES if group == "parallel"]
 NEEDED = {  # what no file can state
     "jsonl": ("task.path=rows.jsonl",),
     "custom": ("task.factory=mine:make",),
-    "vllm": ("model.head_dim=32",),
     "none": ("task=jsonl", "task.path=rows.jsonl"),  # a tokenizer that knows no text; a tracker does not mind
     "vllm": ("model.head_dim=32",),
 }
