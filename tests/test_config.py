@@ -312,6 +312,18 @@ CROSSED = [
         {"cluster.nodes": 2},
         "cluster.host=null: legal: the name or address of node 0, as the other machines reach it",
     ),
+    (
+        {"cluster.nodes": 2, "cluster.host": "a", "checkpoint.every": 2},
+        "checkpoint.every=2: legal: 0 (node 0 writes checkpoints, and not all parallel.tp=2 shards are there)",
+    ),
+    (
+        {"cluster.nodes": 2, "cluster.host": "a", "checkpoint.every": 0, "launch.max_restarts": 1},
+        "launch.max_restarts=1: legal: 0 (with cluster.nodes=2: only node 0 has the checkpoints)",
+    ),
+    (
+        {"cluster.nodes": 2, "cluster.host": "a", "checkpoint.every": 0, "resume": "outputs/a/b"},
+        "resume=outputs/a/b: legal: null (with cluster.nodes=2: only node 0 has the checkpoints)",
+    ),
     ({"task.kind": TaskKind.jsonl}, "task.path=null: legal: a file of JSON lines (for task.kind=jsonl)"),
     ({"task.path": "a.jsonl"}, "task.path=a.jsonl: legal: null (task.kind=arithmetic has none)"),
     (

@@ -7,7 +7,8 @@ from functools import reduce
 from typing import Any, get_args, get_origin
 
 from rlsp.config.choices import ChatUse, CorrectionKind, DeviceKind, ScorerKind, TaskKind, TokenizerKind
-from rlsp.config.cross import CrossRule, divisors
+from rlsp.config.cluster import CLUSTER_RULES
+from rlsp.config.cross import WORLD, CrossRule, divisors
 from rlsp.config.external import ENGINE_RULES
 from rlsp.config.plain import leaf_kinds, legal_text, rule_of
 from rlsp.config.rules import Violation
@@ -148,7 +149,6 @@ _READ = (TokenizerKind.auto, TokenizerKind.hugging_face)
 _IN_IDS = (TaskKind.jsonl, TaskKind.custom)
 _ASKED = (TaskKind.jsonl, TaskKind.reasoning_gym)
 _VIRTUAL = ("numerics.virtual_tp",)
-_WORLD = ("parallel.dp", "parallel.cp", "parallel.tp")
 _SHAPES = (
     "numerics.virtual_tp",
     "model.hidden_size",
@@ -231,12 +231,12 @@ CROSS_RULES = (
         lambda c: f"at least parallel.dp={c.parallel.dp}",
     ),
     CrossRule(
-        ("rollout.tp", "rollout.engine", "rollout.engines", *_WORLD),
+        ("rollout.tp", "rollout.engine", "rollout.engines", *WORLD),
         lambda c: c.rollout.external or c.rollout.engines is not None or c.world_size % c.rollout.tp == 0,
         lambda c: f"a divisor of the world size {c.world_size}, or any that fits with rollout.engines stated",
     ),
     CrossRule(
-        ("rollout.engines", "rollout.engine", "rollout.tp", *_WORLD),
+        ("rollout.engines", "rollout.engine", "rollout.tp", *WORLD),
         lambda c: c.rollout.external or (c.rollout.engines or 0) * c.rollout.tp <= c.world_size,
         lambda c: f"null, or at most world size {c.world_size} / rollout.tp {c.rollout.tp}",
     ),
@@ -318,21 +318,7 @@ CROSS_RULES = (
         lambda c: c.tokenizer.kind is not TokenizerKind.none or c.task.kind in _IN_IDS,
         lambda c: f"auto, character or hugging_face (task.kind={c.task.kind.name} asks in text)",
     ),
-    CrossRule(
-        ("cluster.nodes", *_WORLD),
-        lambda c: c.world_size % c.cluster.nodes == 0,
-        lambda c: f"a divisor of the world size {c.world_size}: every machine has as many ranks",
-    ),
-    CrossRule(
-        ("cluster.node", "cluster.nodes"),
-        lambda c: c.cluster.node < c.cluster.nodes,
-        lambda c: f"an integer in 0..{c.cluster.nodes - 1}" if c.cluster.nodes > 1 else "0 (one machine)",
-    ),
-    CrossRule(
-        ("cluster.host", "cluster.nodes"),
-        lambda c: c.cluster.nodes == 1 or c.cluster.host is not None,
-        lambda _: "the name or address of node 0, as the other machines reach it",
-    ),
+    *CLUSTER_RULES,
     CrossRule(
         ("device.backend", "device.kind"),
         lambda c: c.device.backend == _BACKENDS[c.device.kind],

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from rlsp.config.schema import Config
 
+WORLD = ("parallel.dp", "parallel.cp", "parallel.tp")
+"""What the number of ranks is made of."""
+
 
 @dataclass(frozen=True)
 class CrossRule:
