@@ -126,8 +126,8 @@ def test_the_results_hash_changes_with_every_key_but_the_free_ones():
         "name", "micro_batch_size", "parallel.cp", "parallel.tp", "parallel.sp", "parallel.dp", "rollout.tp",
         "rollout.engines", "device.kind", "device.backend", "tracker.mode", "tracker.project",
         "tracker.entity", "tracker.group", "tracker.tags", "tracker.init_timeout_s",
-        "tracker.finish_timeout_s", "launch.timeout_s", "launch.grace_s", "launch.progress", "diagnose", "export",
-        "task.timeout_s",
+        "tracker.finish_timeout_s", "launch.timeout_s", "launch.grace_s", "launch.progress", "diagnose",
+        "export", "task.timeout_s",
     }  # fmt: skip
     whole = result_hash(plain_config())
     changed = {
