@@ -314,7 +314,8 @@ CROSSED = [
     ),
     (
         {"cluster.nodes": 2, "cluster.host": "a", "checkpoint.every": 2},
-        "checkpoint.every=2: legal: 0 (node 0 writes checkpoints, and not all parallel.tp=2 shards are there)",
+        "checkpoint.every=2: legal: 0 (node 0 writes checkpoints, "
+        "and not all parallel.tp=2 shards are there)",
     ),
     (
         {"cluster.nodes": 2, "cluster.host": "a", "checkpoint.every": 0, "launch.max_restarts": 1},
