@@ -127,7 +127,8 @@ def test_the_results_hash_changes_with_every_key_but_the_free_ones():
         "rollout.engines", "device.kind", "device.backend", "tracker.mode", "tracker.project",
         "tracker.entity", "tracker.group", "tracker.tags", "tracker.init_timeout_s",
         "tracker.finish_timeout_s", "launch.timeout_s", "launch.grace_s", "launch.progress", "diagnose",
-        "task.timeout_s",
+        "task.timeout_s", "launch.max_restarts", "checkpoint.every", "checkpoint.keep", "checkpoint.stop_s",
+        "resume",
     }  # fmt: skip
     whole = result_hash(plain_config())
     changed = {
