@@ -98,6 +98,8 @@ def test_three_segments_in_three_layouts_are_one_run(compose: Any, tmp_path: Pat
     assert resume(folder, compose, "one").rollout == 2
     assert end(folder).verdict.value == "PASS"
     assert_undisturbed(folder, undisturbed)
+    assert "Segments of the run" in (folder / "report.html").read_text()
+    assert "Segments of the run" not in (undisturbed / "report.html").read_text()
     assert Manifest.read(folder / "manifest.json").earlier[0].aborted == "stopped by SIGTERM"
     said = compare(folder, undisturbed).notes
     assert any(
