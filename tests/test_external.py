@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,8 +18,10 @@ from ranks import run_ranks
 from test_hf_weights import PADDED
 
 from rlsp import bits
+from rlsp.config import Config
 from rlsp.groups import Mesh
 from rlsp.layout import Layout, RolloutLayout
+from rlsp.model.assemble import assemble
 from rlsp.model.build import PolicyModel
 from rlsp.model.hf import hugging_face_weights, logical_weights, write_folder, zero_padding
 from rlsp.model.weights import digest_of, weights_digest
@@ -30,6 +32,7 @@ from rlsp.rl.rollout.external import ExternalRollouts, Wiring
 from rlsp.rl.rollout.native import Sampling, Sequence
 from rlsp.vllm_engine import _found_again, _tensors
 
+Compose = Callable[..., Config]
 FAKE = Path(__file__).with_name("fake_engine.py")
 EOS = 96
 SAMPLING = Sampling(seed=5, rollout=2, temperature=0.7, max_tokens=6, eos_ids=())
@@ -238,3 +241,13 @@ def test_what_an_engine_holds_under_its_own_name_is_compared_bit_by_bit() -> Non
     bits.bit_pattern(padded)[5, 3] ^= 1
     bits.bit_pattern(padded)[-1, -1] ^= 1  # padding is nobody's
     assert _found_again(state, held) > np.prod(state[embedding].shape)
+
+
+def test_fresh_weights_of_a_run_come_back_to_the_same_digest(compose: Compose, tmp_path: Path) -> None:
+    """Where a vocabulary is padded it starts with zeros: anything else would be lost on the way."""
+    config = compose("parallel=cp1_tp1_sp1")
+    model = assemble(config, alone(), torch.device("cpu")).trainer
+    assert config.padded_vocab > config.model.vocab_size
+    write_folder(model, config.model, tmp_path, alone().world)
+    logical = logical_weights(_tensors(tmp_path), config.model, model.wiring.contract)
+    assert digest_of(logical) == weights_digest(model)

@@ -94,8 +94,7 @@ def _fill(model: PolicyModel, config: Config) -> None:
         load_path(model, shape)
         return
     initialize(model, config.seed, shape.init_std, shape.num_layers)
-    if shape.pad_heads:
-        zero_padding(model, shape)
+    zero_padding(model, shape)
 
 
 def wanted_products(model: ModelConfig, contract: Contract, shards: tuple[int, ...]) -> tuple[Sharded, ...]:

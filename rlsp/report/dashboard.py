@@ -145,6 +145,7 @@ _CONSISTENCY = Section(
         Panel("Perplexity, train / rollout", ("consistency/ppl_ratio",)),
         Panel("Tokens compared", ("consistency/active_tokens", "rollout/active_tokens")),
         Panel("Weight versions", ("rollout/weight_version", "train/weight_version")),
+        Panel("Weights found again in an external engine", ("rollout/weights_found_fraction",)),
     ),
 )
 _MISMATCH = Section(

@@ -116,6 +116,7 @@ def zero_padding(model: PolicyModel, shape: ModelConfig) -> None:
     tp = model.wiring.tp
     with torch.no_grad():
         for weight in weight_plan(shape, model.wiring.contract):
-            if isinstance(weight, Fused):
+            may_pad = shape.pad_heads or "self_attention" not in weight.name
+            if isinstance(weight, Fused) and may_pad:
                 for rows in weight.padding(held[weight.name], tp.index, tp.size):
                     rows.zero_()
