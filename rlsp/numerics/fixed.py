@@ -76,13 +76,17 @@ class Scratch:
         """Start without any."""
         self.device = device
         self._held: dict[torch.dtype, Tensor] = {}
+        self._views: dict[tuple[torch.dtype, torch.Size], Tensor] = {}
 
     def room(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return uninitialised memory, valid until the next call with this dtype."""
+        if (view := self._views.get((dtype, shape))) is not None:
+            return view
         held = self._held.get(dtype)
         if held is None or held.numel() < shape.numel():
             held = self._held[dtype] = torch.empty(shape.numel(), dtype=dtype, device=self.device)
-        return held[: shape.numel()].view(shape)
+        view = self._views[dtype, shape] = held[: shape.numel()].view(shape)
+        return view
 
 
 class UnitAdder:
@@ -109,9 +113,11 @@ class UnitAdder:
         """
         low, high = torch.aminmax(leaves)
         largest = torch.maximum(-low, high)
+        reach = leaves.shape[dim] * (float(largest) * self._unit + 1) if self._asks else math.inf
+        if reach == leaves.shape[dim]:
+            return largest, leaves  # zeros, as padding leaves them
         # Exact: the unit is a power of 2, and within any bound the product is far from overflow.
         units = torch.mul(leaves, self._unit, out=self._scratch.room(leaves.shape, leaves.dtype)).round_()
-        reach = leaves.shape[dim] * (float(largest) * self._unit + 1) if self._asks else math.inf
         if not reach < _FLOAT64_UNITS:
             self._integers += units.to(torch.int64).sum(dim=dim)
             return largest, units

@@ -148,9 +148,11 @@ def _show(rows: list[Row], tables: list[dict[str, Any]]) -> None:
     if rows:
         console.print(table)
     for found in tables:
-        listed = "  ".join(f"{key}: {value:.0f}" for key, value in found["values"].items())
-        fit = f"exponent {found['exponent']:.2f}, of the last step {found['last_exponent']:.2f}"
-        console.print(f"{found['title']}\n  {listed}\n  {fit}")
+        console.print(found["title"])
+        console.print("  " + "  ".join(f"{key}: {value:.4g}" for key, value in found["values"].items()))
+        if "exponent" in found:
+            last = found["last_exponent"]
+            console.print(f"  exponent {found['exponent']:.2f}, between the last two {last:.2f}")
 
 
 def _step(layout: str, repeats: int, *, same_attention: bool = False) -> Measured:
@@ -202,9 +204,9 @@ def _memory(_: int) -> Measured:
 
 
 def _tables(repeats: int) -> list[dict[str, Any]]:
-    from benchmarks import scaling
+    from benchmarks import roofline, scaling
 
-    return scaling.tables(_few(repeats))
+    return roofline.tables() + scaling.tables(_few(repeats))
 
 
 def _few(repeats: int) -> int:

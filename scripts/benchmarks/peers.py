@@ -26,6 +26,7 @@ from rlsp.run import mesh_of, rollouts_of, trainer_of
 from rlsp.task import open_task
 
 WARM_UP = 2  # turns of each side that do not count
+LAST_TURN_S = 600.0  # the longest wait for it, and for the end of the peer
 HEAD_DIM = 32  # qwen3_nano's 16 is too small for vLLM's attention on a CPU
 SHAPE = (f"model.head_dim={HEAD_DIM}",)
 WAIT = "launch.timeout_s=900"  # ranks wait for the peer inside a collective
@@ -107,7 +108,7 @@ def _in_turn(peer: str, options: dict[str, Any], repeats: int) -> tuple[float, f
             process = subprocess.Popen(arguments, env=_environment(), stdout=out, stderr=out)
         try:
             seconds = on_ranks(compose(*LAYOUT), "benchmarks.peers:ours", every)[0]
-            process.wait(60)
+            process.wait(LAST_TURN_S)
             theirs = json.loads((Path(folder) / "peer.json").read_text())
         except Exception as error:
             error.add_note(f"the peer said:\n{log.read_text(errors='replace')[-3000:]}")
