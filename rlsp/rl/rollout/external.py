@@ -76,7 +76,7 @@ class ExternalRollouts:
         self._engine: ExternalEngine | None = None
         if mesh.world.index == 0:
             home = wiring.folder / "model"
-            home.mkdir(parents=True)
+            home.mkdir(parents=True, exist_ok=True)  # a resumed run has one
             (home / "config.json").write_text(json.dumps(wiring.described) + "\n")
             self._engine = wiring.start(home)
 
