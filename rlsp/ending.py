@@ -19,7 +19,7 @@ from rlsp.waits import disagreements, missing
 
 _TIMEOUT = re.compile(r"time[d]?[ -]?out", re.IGNORECASE)
 _MESSAGE_CHARS = 400
-# Exceptions of the network and of a peer that is gone; all others, but for memory, follow from what is computed.
+# Exceptions of the network and of a peer that is gone; all others but memory's follow from what is computed.
 _PASSING = frozenset(
     {
         "AcceleratorError",
