@@ -19,7 +19,7 @@ from rlsp.waits import disagreements, missing
 
 _TIMEOUT = re.compile(r"time[d]?[ -]?out", re.IGNORECASE)
 _MESSAGE_CHARS = 400
-# Exceptions of the network, of memory and of a peer that is gone; all others follow from what is computed.
+# Exceptions of the network and of a peer that is gone; all others but memory's follow from what is computed.
 _PASSING = frozenset(
     {
         "AcceleratorError",
@@ -31,11 +31,11 @@ _PASSING = frozenset(
         "DistBackendError",
         "DistNetworkError",
         "DistStoreError",
-        "MemoryError",
-        "OutOfMemoryError",
         "TimeoutError",
     }
 )
+# torch has no exception of its own for a processor's memory, and NumPy's is private.
+_NO_MEMORY = re.compile(r"MemoryError$|can(?:'|no)t allocate memory", re.IGNORECASE)
 # Libraries abort a rank whose peers went away; every other signal is a cause of its own.
 _CONSEQUENCE = signal.SIGABRT
 
@@ -99,6 +99,12 @@ class RankError:
         """Name the exception and the first line of its message, clipped."""
         text = (self.message.strip().splitlines() or [""])[0]
         return f"{self.exception}: {text[:_MESSAGE_CHARS]}" if text else self.exception
+
+    @property
+    def passing(self) -> bool:
+        """Tell whether the network, memory or a peer that is gone is to blame, and not what is computed."""
+        lacks = any(map(_NO_MEMORY.search, (self.exception, *self.message.splitlines()[:1])))
+        return lacks or self.exception in _PASSING
 
     @classmethod
     def read(cls, path: Path) -> RankError | None:
@@ -195,7 +201,7 @@ def explain(
     if first is not None:
         error = errors.get(first.rank) if first.signal is None else None
         lines += tuple(error.message.splitlines()[1:]) if error else ()
-        passing = (error is None or error.exception in _PASSING) and not disagreements(slots)
+        passing = (error is None or error.passing) and not disagreements(slots)
         return Abort("; ".join(_failure(first, error, report, slots)), lines, passing)
     if stopped_by is not None or report.cause is Cause.SIGNAL:
         return Abort(f"stopped by {stopped_by or report.detail}", lines)

@@ -216,6 +216,21 @@ def test_a_checkpoint_that_was_never_finished_is_named_and_removed(run_dir: Path
     assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["00002", "00003"]
 
 
+def test_a_run_that_was_killed_in_its_first_save_begins_again(run_dir: Path, compose: Any) -> None:
+    """There is no state that it could lose; one that has a damaged checkpoint is refused still."""
+    newest(run_dir).rename(newest(run_dir).with_name("00001.partial"))
+    flip_a_bit(run_dir / "checkpoints" / "00002")
+    flip_a_bit(run_dir / "checkpoints" / "00001")
+    with pytest.raises(EvidenceError, match="no checkpoint can be gone on from"):
+        continuation(run_dir)
+    for number in (1, 2):
+        shutil.rmtree(run_dir / "checkpoints" / f"{number:05d}")
+    resumed, passed = continuation(run_dir)
+    assert (resumed.rollout, passed) == (0, ("checkpoints/00001.partial was never finished",))
+    resume(run_dir, compose, "one", "num_rollouts=3", "checkpoint.every=1")
+    assert end(run_dir).verdict.value == "PASS"
+
+
 # Tensors over layouts ---------------------------------------------------------
 
 

@@ -58,6 +58,26 @@ def test_an_abort_of_a_library_is_the_cause_only_where_nothing_else_is() -> None
     assert "rank 0 and rank 1 disagree" in abort.reason
 
 
+@pytest.mark.parametrize(
+    ("exception", "message", "passing"),
+    [
+        ("CollectiveError", "Connection closed by peer", True),
+        ("OutOfMemoryError", "CUDA out of memory", True),
+        ("MemoryError", "", True),
+        ("_ArrayMemoryError", "Unable to allocate 8.00 GiB", True),
+        ("RuntimeError", "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried", True),
+        ("OSError", "[Errno 12] Cannot allocate memory", True),
+        ("RuntimeError", "the loss is not finite", False),
+        ("RewardError", "the reward function raised MemoryErrors", False),
+    ],
+)
+def test_what_memory_or_the_network_fails_may_be_started_again(
+    exception: str, message: str, passing: bool
+) -> None:
+    failure = RankError(0, "rollout 1: scoring", exception, message, "Traceback …", 0.0)
+    assert explained(HostReport(ends=[failed(0)]), failure).passing is passing
+
+
 def test_ranks_that_the_host_stopped_are_no_cause() -> None:
     report = HostReport(ends=[killed(0, 15, asked=True), failed(1), killed(2, 9, asked=True)])
     assert explained(report, error(1, "no number")).reason.startswith("rank 1 failed: ValueError: no number")

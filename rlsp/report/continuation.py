@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlsp.config import Resumption
-from rlsp.report.checkpoint import newest
+from rlsp.report.checkpoint import newest, numbered
 from rlsp.report.files import EvidenceError
 from rlsp.report.manifest import MANIFEST_NAME, Manifest
 from rlsp.report.recorder import CONSISTENCY_NAME
@@ -15,8 +15,8 @@ from rlsp.report.records import ConsistencyReport
 def continuation(run_dir: Path | str) -> tuple[Resumption, tuple[str, ...]]:
     """Say where a run goes on, and why checkpoints that are newer cannot be taken.
 
-    A run that never saved begins again at rollout 0. One that did never does so by itself: it would hide that
-    its state was lost.
+    A run that never finished saving begins again at rollout 0. One that did never does so by itself: it would
+    hide that its state was lost.
 
     Raises:
         EvidenceError: The manifest or the evidence cannot be read, or there are checkpoints and none is
@@ -32,6 +32,6 @@ def continuation(run_dir: Path | str) -> tuple[Resumption, tuple[str, ...]]:
     if choice.document is not None and choice.folder is not None:
         document = choice.document
         return Resumption(document.rollouts, choice.folder.name, document.self_digest), choice.passed
-    if choice.passed:
+    if numbered(folder):
         raise EvidenceError("\n".join(["no checkpoint can be gone on from", *choice.passed]))
-    return Resumption(0, None, None), ()
+    return Resumption(0, None, None), choice.passed  # of a run that was killed while it saved its first one
