@@ -138,6 +138,7 @@ class Products:
         """
         leaves, block, n, k = dy.shape[0], dy.shape[1], dy.shape[3], x.shape[3]
         v = max(dy.shape[2], x.shape[2])
+        assert 1 in (dy.shape[2], x.shape[2])
         if Shape(Product.TOKEN, n, k) in self.wide:
             left, right = (widened(part.reshape(leaves, block, -1)) for part in (dy, x))
             out = torch.bmm(left.transpose(1, 2), right)

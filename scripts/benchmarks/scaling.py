@@ -22,7 +22,10 @@ RANKS = {1: "cp1_tp1_sp1", 2: "cp1_tp2_sp2", 4: "cp1_tp4_sp4", 8: "cp2_tp4_sp4"}
 def lengths(config: Config, place: Place, options: Options) -> dict[str, Times]:
     """Time updates on one sequence of every length."""
     made = trainer(config, mesh_of(config, place))
-    return {str(n): alternate({"strict": _update(made, config, 1, n)}, options["repeats"]) for n in LENGTHS}
+    return {
+        str(n): alternate({"strict": _update(made, config, 1, n)}, options["repeats"])
+        for n in options["lengths"]
+    }
 
 
 @rank_function
@@ -37,7 +40,9 @@ def tables(repeats: int) -> list[dict[str, Any]]:
     made = []
     for cp, layout in CONTEXTS.items():
         config = compose(f"parallel={layout}")
-        every: list[Any] = on_ranks(config, "benchmarks.scaling:lengths", {"repeats": repeats})
+        every: list[Any] = on_ranks(
+            config, "benchmarks.scaling:lengths", {"repeats": repeats, "lengths": LENGTHS}
+        )
         walls = {n: 1e3 * slowest([rank[str(n)] for rank in every], "strict") for n in LENGTHS}
         made.append(_table(f"ms of a step on one sequence of so many tokens, CP={cp}", walls))
     walls, cpus = {}, {}
