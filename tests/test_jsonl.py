@@ -395,7 +395,7 @@ def test_ranks_that_have_another_file_under_the_same_path_are_named(
 
     def gathered(mine: torch.Tensor, group: object) -> torch.Tensor:
         other = mine.clone()
-        other[0, -32:] = torch.tensor(list(bytes.fromhex(tasks[1].content_hash)), dtype=torch.uint8)
+        other[0, 128:160] = torch.tensor(list(bytes.fromhex(tasks[1].content_hash)), dtype=torch.uint8)
         return torch.cat([mine, other])
 
     monkeypatch.setattr(evidence.collectives, "gather", gathered)
@@ -405,7 +405,7 @@ def test_ranks_that_have_another_file_under_the_same_path_are_named(
         trainer=torch.nn.Linear(1, 1),
     )
     with pytest.raises(evidence.DisagreementError) as error:
-        evidence.startup_facts(compose(), models, SimpleNamespace(world=None), tasks[0], TOKENIZER)
+        evidence.startup_facts(compose(), models, SimpleNamespace(world=None), tasks[0], TOKENIZER, "0" * 64)
     first, second = (task.content_hash[:16] for task in tasks)
     assert str(error.value) == f"ranks disagree on task hash: rank 0 {first}, rank 1 {second}"
 
