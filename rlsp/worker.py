@@ -17,7 +17,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -179,9 +178,7 @@ def _leave_process_groups() -> None:
 
 
 def _report_failure(job: Job, place: Place, error: BaseException) -> None:
-    """Leave the reason in the log and the error file, as far as the disk takes it."""
-    with suppress(OSError):
-        traceback.print_exception(error)
+    traceback.print_exception(error)
     report = {
         "rank": place.rank,
         "phase": place.board.last().phase,
@@ -192,9 +189,8 @@ def _report_failure(job: Job, place: Place, error: BaseException) -> None:
     }
     path = error_path(job.run_dir, place.rank)
     partial = path.with_name(path.name + ".partial")
-    with suppress(OSError):
-        partial.write_text(json.dumps(report, indent=2) + "\n")
-        partial.replace(path)
+    partial.write_text(json.dumps(report, indent=2) + "\n")
+    partial.replace(path)
 
 
 def _dump_stack_when_stopped() -> None:
@@ -220,9 +216,8 @@ def _execute_anew(arguments: list[str]) -> NoReturn:
 
 def _end_process(code: int) -> NoReturn:
     """End without the interpreter's own shutdown, which waits for threads of libraries."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # on a full disk: a forked rank that raised here would go on as its host
-            stream.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
 
 
