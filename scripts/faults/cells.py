@@ -10,7 +10,7 @@ from faults.plant import Plant
 ROLLOUTS = 5
 ONE, TP, CP, FOUR = "cp1_tp1_sp1", "cp1_tp2_sp2", "cp2_tp1_sp1", "cp2_tp2_sp2"
 _WORLD = {ONE: 1, TP: 2, CP: 2, FOUR: 4}
-_HANG = ("launch.timeout_s=6",)
+_HANG = ("launch.timeout_s=10",)
 KILLED = -9
 
 
@@ -158,7 +158,8 @@ class Cell:
         if self.way is Way.DAMAGE:
             return 2
         if fault.saves and moment.phase.startswith("rollout"):
-            return int(moment.phase.split()[1][0]) + 1
+            asked_too_late = moment.phase.endswith("saving")  # for this boundary, so at the next one
+            return int(moment.phase.split()[1][0]) + 1 + asked_too_late
         return moment.kept
 
     @property
@@ -233,7 +234,7 @@ def _every() -> list[Cell]:
         *_of("SIGKILL of the owner", *life, "first save"),
         *_of("SIGKILL of the owner", "update", layout=CP, then=TP),
         *_of("SIGKILL of the owner", "update", layout=FOUR, then=CP),
-        *_of("SIGINT", "certifying", "generating", "update", "saving", "after the last", then=CP),
+        *_of("SIGINT", "certifying", "generating", "update", "first save", "after the last", then=CP),
         *_of("SIGINT", "generating", layout=ONE, then=TP),
         *_of("SIGTERM", "generating", "update", then=TP),
         *_of("SIGTERM", "evidence", layout=CP, then=ONE),

@@ -155,7 +155,8 @@ def _go_on(cell: Cell, run_dir: Path, first: Ended) -> Ended | None:
     layout = f"parallel={cell.then}"
     if first.status == _REFUSED:
         return begin(run_dir, *_given(cell.fault), layout).end()
-    return go_on(run_dir, layout, *(["cluster=single"] if cell.way is Way.NODES else [])).end()
+    alone = ["cluster=single"] if cell.way is Way.NODES else []
+    return go_on(run_dir, layout, "launch.timeout_s=60", *alone).end()
 
 
 def _row(cell: Cell, first: Ended, then: Ended | None, run_dir: Path, reference: Path) -> Row:
