@@ -27,7 +27,13 @@ from rlsp.report.compare import compare
 from rlsp.report.verdict import verify
 
 STOP_LIMIT_S = 12.0
-SMALL = ("num_rollouts=1", "prompts_per_rollout=1", "tracker=none", "launch.grace_s=2.0")
+SMALL = (
+    "num_rollouts=1",
+    "prompts_per_rollout=1",
+    "tracker=none",
+    "launch.grace_s=2.0",
+    "checkpoint.every=0",
+)
 LOOPBACK = "cluster.host=127.0.0.1"
 
 
@@ -346,7 +352,7 @@ def placed(monkeypatch: pytest.MonkeyPatch, option: str, variables: dict[str, st
             patched.delenv(name, raising=False)
         for name, value in variables.items():
             patched.setenv(name, value)
-        at = checked(opened.compose([f"cluster={option}"])).cluster
+        at = checked(opened.compose([f"cluster={option}", "checkpoint.every=0"])).cluster
     return at.nodes, at.node, at.host, at.port, at.agent_store, at.attempt
 
 
@@ -371,7 +377,7 @@ def test_a_rank_with_another_config_is_named_before_data_are_exchanged(
     )
     nothing = SimpleNamespace(content_hash="0" * 64)
     with pytest.raises(evidence.DisagreementError) as error:
-        evidence.startup_facts(ours, models, SimpleNamespace(world=None), nothing, nothing)
+        evidence.startup_facts(ours, models, SimpleNamespace(world=None), nothing, nothing, "0" * 64)
     first, second = agreed_hash(ours)[:16], agreed_hash(theirs)[:16]
     assert str(error.value) == f"ranks disagree on config: rank 0 {first}, rank 1 {second}"
 
@@ -383,7 +389,7 @@ def test_every_machine_has_as_many_adjacent_ranks(compose: Callable[..., Config]
 
 
 def test_the_way_to_this_machine_is_the_loopback(compose: Callable[..., Config]) -> None:
-    assert interface_towards(compose("cluster.nodes=2", LOOPBACK).cluster) == "lo"
+    assert interface_towards(compose("cluster.nodes=2", "checkpoint.every=0", LOOPBACK).cluster) == "lo"
 
 
 def test_two_network_namespaces_run_one_run_until_the_cable_is_pulled(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from rlsp.cli import machine
 from rlsp.config import Job
 
 EXPERIMENTS = (
-    "g00, g01, g10, g11, g11_probe, layout_probe, m000, m001, m010, m011, m100, m101, m110, m111, suite"
+    "g00, g01, g10, g11, g11_probe, layout_probe, m000, m001, m010, m011, m100, m101, m110, m111, "
+    "qwen3_8b_g11, smollm2_chain_sum, suite"
 )
 LAYOUTS = (
     "cp1_tp1_sp1, cp1_tp1_sp1_dp2, cp1_tp1_sp1_dp4, cp1_tp1_sp1_dp8, cp1_tp2_sp1, cp1_tp2_sp2, "

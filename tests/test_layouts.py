@@ -214,7 +214,7 @@ def drifting_replica(rank: int, world: int, config: Config, folder: str) -> str:
     of = trainer(mesh, at(dp=2), objective=replace(OBJECTIVE, learning_rate=1e-2 * (1 + 1e-6 * rank)))
     job = Job(config, "20260101-000000-abcdef", folder, (), (), "2026-01-01T00:00:00+00:00")
     models = Models(of.model, None, None, of.model.wiring.contract, Certificate(frozenset(), (), 0, "0" * 64))
-    evidence = Evidence(job, mesh, models, eos_id=96)
+    evidence = Evidence(job, mesh, models, eos_ids=(96,))
     data = batch()
     evidence.bind(data, ADVANTAGES)
     steps = [of.update(data, ADVANTAGES)]

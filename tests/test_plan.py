@@ -29,6 +29,7 @@ from rlsp.report import manifest
 from rlsp.report.plan_memory import memory, saved_activations
 from rlsp.report.plan_shapes import Rank, Work
 from rlsp.report.plan_traffic import traffic
+from rlsp.rl.task import CharacterTokenizer
 
 STARTED = "2026-01-01T00:00:00+00:00"
 SMALL = (
@@ -137,7 +138,8 @@ def test_planned_memory_is_what_a_rank_holds(
     mesh = alone()
     built = assemble(config, mesh, torch.device("cpu"))
     trainer = run.trainer_of(config, built, mesh)
-    engine = run.rollouts_of(config, built, mesh, run.CharacterTokenizer()).engine
+    job = Job(config, "20260101-000000-abcdef", "run", (), (), "2026-01-01T00:00:00+00:00")
+    engine = run.rollouts_of(job, built, mesh, CharacterTokenizer()).engine
     assert engine is not None
     batch = ragged([60, 128], [20, 100])
     rank = Rank(config, Work((40, 28), (20, 100)), 0)

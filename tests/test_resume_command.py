@@ -6,7 +6,7 @@ import fcntl
 from pathlib import Path
 
 import pytest
-from command import Console
+from command import LIGHT, Console
 
 from rlsp.config import Job, Resumption
 from rlsp.report import manifest, verdict
@@ -42,7 +42,7 @@ def test_a_run_goes_on_in_its_folder_under_its_id_with_its_own_overrides(
     assert (then.config.entropy_coef, then.config.parallel.dp, then.config.micro_batch_size) == (0.01, 2, 3)
     assert then.config.resume == "run"
     kept = ("entropy_coef=0.01", "parallel.dp=2", "tracker=none", "name=mine")
-    assert then.overrides == (*kept, "resume=run", "micro_batch_size=3", "num_rollouts=9")
+    assert then.overrides == (*kept, "resume=run", "micro_batch_size=3", "num_rollouts=9", LIGHT)
     assert "micro_batch_size=3" in (run / ".hydra" / "overrides.yaml").read_text()
 
 
@@ -57,6 +57,7 @@ def test_what_is_given_replaces_what_the_run_was_given(rlsp_command: Console, ru
         "resume=run",
         "parallel=cp2_tp1_sp1",
         "name=other",
+        LIGHT,
     )
 
 

@@ -105,6 +105,7 @@ def oracle(shape: ModelConfig) -> tuple[dict[str, Tensor], dict[str, float]]:
         "kl": loss.kl.sum(),
         "entropy": entropy[active].sum(),
         "clip_fraction": loss.clipped.sum(),
+        "approx_kl": loss.approx_kl.sum(),
     }
     return (
         dict(logical_weights(gradients, shape, contract_of(shape))),

@@ -157,7 +157,7 @@ def test_a_batch_counts_the_solution_and_its_end(compose: Callable[..., Config])
             tokenizer.eos_id,
         )
         assert task.reward(index, batch.responses()[row]) == 1.0
-    assert batch.truncated(tokenizer.eos_id) == 0
+    assert batch.truncated(tokenizer.eos_ids) == 0
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,10 @@ def _read_fields(schema: type, plain: object, key: str, found: list[Violation]) 
 
 
 def _legal_or_group(kind: Any) -> str:
-    return "a mapping of keys to values" if is_dataclass(kind) else legal_text(kind)
+    plain, optional = _without_none(kind)
+    if not is_dataclass(plain):
+        return legal_text(kind)
+    return f"{'null or ' * optional}a mapping of keys to values"
 
 
 def _without_none(kind: Any) -> tuple[Any, bool]:
