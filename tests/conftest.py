@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -24,6 +25,25 @@ from rlsp.config import Config  # noqa: E402
 
 settings.register_profile("rlsp", deadline=None, derandomize=True)
 settings.load_profile("rlsp")
+
+
+@pytest.fixture(scope="module")
+def sealed_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sealed run folder, which no test may change."""
+    from report_fixtures import write_run
+
+    from rlsp.report.findings import Verdict
+    from rlsp.report.verdict import seal
+
+    run_dir = write_run(tmp_path_factory.mktemp("sealed") / "run")
+    assert seal(run_dir).verdict is Verdict.PASS
+    return run_dir
+
+
+@pytest.fixture
+def sealed(sealed_once: Path, tmp_path: Path) -> Path:
+    """A copy of it to change."""
+    return Path(shutil.copytree(sealed_once, tmp_path / "run"))
 
 
 @pytest.fixture(autouse=True, scope="session")

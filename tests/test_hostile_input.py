@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ from conftest import composer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_owner import environment
-from report_fixtures import write_run
 
 from rlsp.cli import compare, dashboard, diagnose, publish, verify
 from rlsp.cli.compose import Composer, checked, conf_dir
@@ -27,7 +25,6 @@ from rlsp.cli.machine import machine_lines
 from rlsp.cli.overrides import spelt_out
 from rlsp.cli.refusal import RefusalError
 from rlsp.config import Config, leaf_kinds
-from rlsp.report.verdict import seal
 
 PACKAGE = Path(__file__).parents[1] / "rlsp"
 GROUPS = sorted(
@@ -195,18 +192,6 @@ def test_a_config_file_however_broken_is_refused(rlsp_command: Console, content:
 
 
 # Run folders -----------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def sealed_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = write_run(tmp_path_factory.mktemp("sealed") / "run")
-    seal(run_dir)
-    return run_dir
-
-
-@pytest.fixture
-def sealed(sealed_once: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(sealed_once, tmp_path / "run"))
 
 
 EVIDENCE = (

@@ -30,11 +30,6 @@ def sealed_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.fixture
-def sealed(sealed_once: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(sealed_once, tmp_path / "run"))
-
-
 def flip(path: Path, bit: int) -> None:
     content = bytearray(path.read_bytes())
     content[bit // 8] ^= 1 << bit % 8

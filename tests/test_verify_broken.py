@@ -37,18 +37,6 @@ def one_revision() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def sealed_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = write_run(tmp_path_factory.mktemp("sealed") / "run")
-    seal(run_dir)
-    return run_dir
-
-
-@pytest.fixture
-def sealed(sealed_once: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(sealed_once, tmp_path / "run"))
-
-
-@pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("pair")
     return make_run(folder / "a", LAYOUT_A), make_run(folder / "b", LAYOUT_B)

@@ -30,18 +30,6 @@ EVIDENCE = (
 )
 
 
-@pytest.fixture(scope="module")
-def sealed_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = write_run(tmp_path_factory.mktemp("sealed") / "run")
-    assert seal(run_dir).verdict is Verdict.PASS
-    return run_dir
-
-
-@pytest.fixture
-def sealed(sealed_once: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(sealed_once, tmp_path / "run"))
-
-
 @pytest.fixture(autouse=True)
 def no_hanging() -> Iterator[None]:
     """Opening a pipe that nobody writes to would wait for ever."""
