@@ -36,7 +36,7 @@ BY_SEGMENT = ("time/", "memory/", "comm/")
 def kill_owner(home: Path, server: WandbServer, run_dir: Path, *overrides: str) -> None:  # noqa: F811
     """Start a run and kill its owner once three rows are written: rollout 2 is not in a checkpoint.
 
-    The ranks stand still from the third row on, so that a fast machine does not end the run before the owner is killed.
+    The ranks stand still from the third row on: a fast machine would end the run before its owner is killed.
     """
     environment = {**os.environ, **client_environment(home, server.url), "PYTHONPATH": str(ROOT)}
     given = ["rlsp", *GIVEN, f"hydra.run.dir={run_dir}", *overrides]
@@ -70,7 +70,7 @@ def alike(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def assert_one_whole_run(stored: StoredRun, run_dir: Path) -> None:
-    """Compare what arrived with the local files; of rollouts made again, what depends on the segment is that of either."""
+    """Compare what arrived with the local files; a rollout made again may be shown by either segment."""
     assert [row["rollout"] for row in stored.rows] == list(range(5))
     assert alike(stored.rows) == alike(rows_of(run_dir))
     assert (stored.summary["verdict"], stored.exit_code) == ("PASS", 0)

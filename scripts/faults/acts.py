@@ -41,6 +41,12 @@ def _twice(run_dir: Path) -> None:
     _send(signal.SIGINT, 2, run_dir)
 
 
+def _stop_host(run_dir: Path) -> None:
+    """Stop the host, and work no more: ranks that nobody watches would end the run before that is seen."""
+    _send(signal.SIGSTOP, 1, run_dir)
+    time.sleep(_GO_LIMIT_S)
+
+
 def _note(_run_dir: Path) -> None:
     """Do nothing: the fault is elsewhere, as in the reward function."""
 
@@ -104,7 +110,7 @@ ACTS: dict[str, Callable[[Path], None]] = {
     "kill": partial(_send, signal.SIGKILL, 0),
     "stop": partial(_send, signal.SIGSTOP, 0),
     "kill host": partial(_send, signal.SIGKILL, 1),
-    "stop host": partial(_send, signal.SIGSTOP, 1),
+    "stop host": _stop_host,
     "kill owner": partial(_send, signal.SIGKILL, 2),
     "SIGINT": partial(_send, signal.SIGINT, 2),
     "SIGTERM": partial(_send, signal.SIGTERM, 2),
