@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlsp.numerics.elementwise import MASKED
-from rlsp.numerics.fixed import Scratch, UnitAdder
+from rlsp.numerics.fixed import Scratch, UnitAdder, reach
 from rlsp.numerics.products import WIDE_ROWS, Products, fresh, widened
 
 
@@ -24,12 +24,12 @@ class KeyValueGradient:
     Attributes:
         dk: int64 units of 2^-lsb, [B, n_k, block, D].
         dv: Likewise.
-        within: bool scalar, whether every leaf was in bound.
+        reach: Float scalar, the largest leaf over the bound: below 1, or a breach.
     """
 
     dk: Tensor
     dv: Tensor
-    within: Tensor
+    reach: Tensor
 
 
 def block_attention(
@@ -195,9 +195,9 @@ class _KeyValueSums:
         self._extents.append(side.add(leaves.view(b, -1, *leaves.shape[1:]), 1)[0])
 
     def gradient(self, bound: float) -> KeyValueGradient:
-        """Return the sums, and whether every leaf was below `bound`."""
+        """Return the sums, and how near to `bound` the largest leaf came."""
         dk, dv = (torch.stack([block.total() for block in side], dim=1) for side in (self.dk, self.dv))
-        return KeyValueGradient(dk, dv, torch.stack(self._extents).amax() < bound)
+        return KeyValueGradient(dk, dv, reach(torch.stack(self._extents), bound))
 
 
 def cached_attention(
