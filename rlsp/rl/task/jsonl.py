@@ -152,12 +152,13 @@ def check_first_rows(
     Without tokenizer or scorer it is left open whether prompts can be encoded and labels scored.
 
     Returns:
-        One line for every bad row among the first `count`, or one about the file; empty if all is well.
+        One line for all rows among the first `count` that are bad in the same way, or one about the file; empty
+        if all is well.
     """
     try:
         lines = first_lines(Path(path), count)
         fields = None
-        found = []
+        found: dict[str, list[int]] = {}
         for number, line in lines:
             try:
                 row = parse(line)
@@ -166,12 +167,16 @@ def check_first_rows(
                 if tokenizer is not None and scorer is not None:
                     prompt_of(read, tokenizer, scorer, max_prompt_tokens)
             except RowError as error:
-                found.append(f"{path}, line {number}: {error}")
+                found.setdefault(str(error), []).append(number)
                 if fields is None:
                     break
     except TaskError as error:
         return [str(error)]
-    return found
+    return [f"{path}, {_lines(numbers)}: {fault}" for fault, numbers in found.items()]
+
+
+def _lines(numbers: Sequence[int]) -> str:
+    return f"line{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def prompt_of(row: Row, tokenizer: Tokenizer, scorer: Scorer, max_tokens: int | None) -> Prompt:
