@@ -152,8 +152,8 @@ def check_first_rows(
     Without tokenizer or scorer it is left open whether prompts can be encoded and labels scored.
 
     Returns:
-        One line for all rows among the first `count` that are bad in the same way, or one about the file; empty
-        if all is well.
+        One line for all rows among the first `count` that are bad in the same way, or one about the file;
+        empty if all is well.
     """
     try:
         lines = first_lines(Path(path), count)
