@@ -99,7 +99,7 @@ def _breach(missing_bits: dict[str, int]) -> str:
     if large:
         most = max(large.values())
         said.append(
-            f"gradient leaves too large for the exact sum (numerics.grad_lsb, if {most} smaller, has room), "
+            f"gradient leaves too large for the exact sum (a numerics.grad_lsb smaller by {most} has room), "
             f"in: {', '.join(large)}"
         )
     return "; ".join(said)

@@ -166,10 +166,10 @@ def test_a_breach_says_by_how_much_the_unit_must_be_coarser(value: float) -> Non
             return str(error)
         return ""
 
-    said = re.search(r"grad_lsb, if (\d+) smaller, has room", breach_at(LSB))
+    said = re.search(r"grad_lsb smaller by (\d+) has room", breach_at(LSB))
     assert said
     assert breach_at(LSB - int(said[1])) == ""
-    assert "if 1 smaller" in breach_at(LSB - int(said[1]) + 1)
+    assert "smaller by 1 has" in breach_at(LSB - int(said[1]) + 1)
 
 
 def test_what_is_not_finite_is_told_from_what_is_too_large() -> None:
@@ -182,7 +182,7 @@ def test_what_is_not_finite_is_told_from_what_is_too_large() -> None:
         guard.settle(ALONE)
     assert str(caught.value) == (
         "gradient leaves not finite, in: a, c; gradient leaves too large for the exact sum "
-        "(numerics.grad_lsb, if 4 smaller, has room), in: b"
+        "(a numerics.grad_lsb smaller by 4 has room), in: b"
     )
 
 

@@ -118,6 +118,15 @@ def read_description(path: str) -> tuple[str, dict[str, Any]]:
     return CONFIG, said
 
 
+def stated_positions(path: str) -> int | None:
+    """Return how many positions the model at a path was made for; None where its files do not say."""
+    try:
+        said = read_description(path)[1].get("max_position_embeddings")
+    except PretrainedError:
+        return None  # whoever reads the weights says why
+    return said if type(said) is int else None
+
+
 def tensor_lines(model: ModelConfig) -> list[str]:
     """List what is wrong with the tensors at a model's path, from the headers of its files alone."""
     assert model.path is not None
