@@ -11,11 +11,12 @@ from torch import Tensor
 
 from rlsp import collectives
 from rlsp.groups import Group
-from rlsp.numerics.fixed import add_leaves, from_fixed, leaf_bound, to_fixed, vanished, within
+from rlsp.numerics.fixed import add_leaves, from_fixed, leaf_bound, reach, to_fixed, vanished, within
 
 METRIC_LSBS = (32, 8)
 METRIC_ADDENDS = 1 << 20  # of one metric and step, over all ranks, for which the sum cannot overflow
 METRIC_BOUND = leaf_bound(METRIC_LSBS[-1], METRIC_ADDENDS)
+_NOT_FINITE = 1 << 16  # in place of a number of bits: more than any float is out of bound
 
 
 class Span(Enum):
@@ -45,7 +46,7 @@ class BoundBreachError(ArithmeticError):
 
 
 class Guard:
-    """Collect, by tensor name, whether every leaf of a step stayed finite and in bound.
+    """Collect, by tensor name, how near to its bound the largest leaf of a step came.
 
     Names are announced when the model is built, so that a rank without a sequence, which notes nothing,
     settles the same list as the others.
@@ -53,38 +54,55 @@ class Guard:
 
     def __init__(self) -> None:
         """Start with no name."""
-        self._inside: dict[str, Tensor] = {}
+        self._reach: dict[str, Tensor] = {}
 
     def expect(self, name: str, device: torch.device) -> None:
-        """Announce a name whose flags will lie on `device`; every rank announces the same names."""
-        self._inside[name] = torch.ones((), dtype=torch.bool, device=device)
+        """Announce a name whose leaves will lie on `device`; every rank announces the same names."""
+        self._reach[name] = torch.zeros((), dtype=torch.float64, device=device)
 
-    def note(self, name: str, inside: Tensor) -> None:
-        """Add one bool scalar under an announced name.
+    def note(self, name: str, reached: Tensor) -> None:
+        """Add one float scalar, the `reach` of some leaves, under an announced name.
 
         Raises:
             ValueError: Nobody announced it: ranks that note nothing would settle another list.
         """
-        before = self._inside.get(name)
+        before = self._reach.get(name)
         if before is None:
             raise ValueError(f"{name} was noted, but not announced by Guard.expect when the model was built")
-        self._inside[name] = before & inside
+        self._reach[name] = torch.maximum(before, reached.to(torch.float64))  # NaN stays
 
     def settle(self, group: Group) -> None:
         """Agree with every rank of `group` and start anew; every rank calls it once a step.
 
         Raises:
-            BoundBreachError: On every rank, naming each tensor with a leaf that was out of bound on any rank.
+            BoundBreachError: On every rank, naming each tensor with a leaf that was out of bound on any rank,
+                and the unit that has room for it.
         """
-        names = sorted(self._inside)
+        names = sorted(self._reach)
         if not names:
             return
-        inside = torch.stack([self._inside[name] for name in names])
-        self._inside = dict(zip(names, torch.ones_like(inside).unbind(), strict=True))
-        breached = collectives.max_integers((~inside).to(torch.int64), group).tolist()
-        if any(breached):
-            bad = ", ".join(name for name, flag in zip(names, breached, strict=True) if flag)
-            raise BoundBreachError(f"gradient leaves not finite, or too large for the exact sum, in: {bad}")
+        reached = torch.stack([self._reach[name] for name in names])
+        self._reach = dict(zip(names, torch.zeros_like(reached).unbind(), strict=True))
+        bits = torch.frexp(reached).exponent.clamp(min=0).to(torch.int64)  # of 1 to below 2: one bit
+        missing = collectives.max_integers(torch.where(reached.isfinite(), bits, _NOT_FINITE), group).tolist()
+        if any(missing):
+            raise BoundBreachError(_breach(dict(zip(names, missing, strict=True))))
+
+
+def _breach(missing_bits: dict[str, int]) -> str:
+    """Say which tensors lack bits, or are not finite."""
+    broken = [name for name, bits in missing_bits.items() if bits == _NOT_FINITE]
+    large = {name: bits for name, bits in missing_bits.items() if 0 < bits < _NOT_FINITE}
+    said = []
+    if broken:
+        said.append(f"gradient leaves not finite, in: {', '.join(broken)}")
+    if large:
+        most = max(large.values())
+        said.append(
+            f"gradient leaves too large for the exact sum (a numerics.grad_lsb smaller by {most} has room), "
+            f"in: {', '.join(large)}"
+        )
+    return "; ".join(said)
 
 
 class TokenSum:
@@ -121,13 +139,13 @@ class TokenSum:
 
     def add(self, leaves: Tensor) -> None:
         """Add float leaves [L, *shape of the weight]."""
-        inside, counts = add_leaves(self.total, leaves, self.lsb, self._bound)
-        self.guard.note(self.name, inside)
+        reached, counts = add_leaves(self.total, leaves, self.lsb, self._bound)
+        self.guard.note(self.name, reached)
         self.counts += counts
 
     def add_rows(self, rows: Tensor, leaves: Tensor) -> None:
         """Add float leaves [L, H] to the rows `rows` (int64 [L]) of the weight seen as [rows, H]."""
-        self.guard.note(self.name, within(leaves, self._bound))
+        self.guard.note(self.name, reach(leaves, self._bound))
         fixed = to_fixed(leaves, self.lsb)
         self.counts += vanished(leaves, fixed)
         self.total.view(-1, leaves.shape[-1]).index_add_(0, rows, fixed)

@@ -8,6 +8,7 @@ import os
 import sys
 
 from rlsp.config import Config, ConfigError, ScorerKind, TaskKind, TaskOrder, Violation, to_plain
+from rlsp.pretrained.folder import stated_positions
 from rlsp.rl.reward import Apart, InPlace, Judge
 from rlsp.rl.task import LimitedTask, Solved, Task, TaskError, Tokenizer, build_task
 from rlsp.rl.task.custom import CustomTask, make_custom
@@ -94,6 +95,7 @@ def task_of(config: Config, tokenizer: Tokenizer) -> Task:
                 prompt_key=asked.prompt_key,
                 label_key=asked.label_key,
                 max_prompt_tokens=asked.max_prompt_tokens,
+                room=_room(config),
             )
         case TaskKind.reasoning_gym:
             task = _reasoning_gym(config, tokenizer)
@@ -110,6 +112,12 @@ def task_of(config: Config, tokenizer: Tokenizer) -> Task:
             )
     limit = asked.response_limit
     return task if limit is None else LimitedTask(task, config.seed, limit)
+
+
+def _room(config: Config) -> int | None:
+    """Return what a checkpoint's positions leave for a prompt, tokens; None where they are not known."""
+    positions = None if config.model.path is None else stated_positions(config.model.path)
+    return None if positions is None else positions - config.max_response_tokens
 
 
 def scorer_of(config: Config) -> Scorer:
@@ -159,6 +167,7 @@ def _row_lines(config: Config, path: str, tokenizer: Tokenizer | None) -> list[s
         label_key=asked.label_key,
         max_prompt_tokens=asked.max_prompt_tokens,
         count=_FIRST_ROWS,
+        room=_room(config),
     )
     legal = "JSON lines with prompts and labels"
     found += [Violation("task.path", path, f"{legal}; {line}") for line in lines]

@@ -182,6 +182,7 @@ class TestFields:
 BAD_LINES: list[tuple[Any, str]] = [
     (b"{", "is not JSON: Expecting property name"),
     (b"7+5=12", "is not JSON: Extra data"),
+    (b"prompt,label", "(char 0); a line is one JSON object"),
     (b"\xff\xfe{}", "is not UTF-8: byte 0xff at position 0"),
     (b'{"prompt": "caf\xe9", "label": "1"}', "is not UTF-8: byte 0xe9 at position 15"),
     (b"[1, 2]", "is a list: a row is one JSON object with a prompt and a label"),
@@ -194,7 +195,12 @@ BAD_LINES: list[tuple[Any, str]] = [
     ({}, "has no prompt (it has no field)"),
     ({"label": "1"}, "has no prompt (it has 'label'): task.prompt_key names the field"),
     ({"prompt": "p"}, "has no label (it has 'prompt'): task.label_key names the field"),
-    ({"prompt": None, "label": "1"}, "has no prompt (it has 'prompt', 'label')"),
+    ({"prompt": None, "label": "1"}, "prompt is null (task.prompt_key names another field)"),
+    ({"prompt": "p", "label": None}, "label is null (task.label_key names another field)"),
+    (
+        {"prompt": [[5, 6]], "label": "1"},
+        "prompt[0] is no message: legal: an object whose role and content are",
+    ),
     ({"prompt": 5, "label": "1"}, "prompt is a number: legal: text, or a list of messages or of token ids"),
     ({"prompt": " ", "label": "1"}, "prompt is empty"),
     ({"prompt": [], "label": "1"}, "prompt is empty"),
@@ -247,6 +253,17 @@ class TestMalformed:
         asked["scorer"] = ExactScorer("exact")
         assert check_first_rows(str(path), tokenizer=TOKENIZER, count=16, **asked) == [said]
 
+    def test_rows_that_are_bad_in_the_same_way_are_named_together(self, write: Write) -> None:
+        path = write(*sums(1), {"prompt": "p", "label": [5]}, {"prompt": "p"}, {"prompt": "q", "label": [6]})
+        asked: dict[str, Any] = {"prompt_key": None, "label_key": None, "max_prompt_tokens": None}
+        found = check_first_rows(
+            str(path), tokenizer=TOKENIZER, scorer=ExactScorer("number"), count=16, **asked
+        )
+        assert found == [
+            f"{path}, lines 2, 4: the label is token ids, which task.scorer=exact alone compares",
+            f"{path}, line 3: has no label (it has 'prompt'): task.label_key names the field",
+        ]
+
     @pytest.mark.parametrize(
         ("content", "said"),
         [
@@ -254,12 +271,26 @@ class TestMalformed:
             (b"\n\n\r\n", "is empty: it needs at least one row"),
             (gzip.compress(b"{}\n"), "is gzip-compressed: unpack it first (gzip -d)"),
             (b"PAR1....", "is a Parquet file: write its rows as JSON, one object a line"),
+            (
+                b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+                "is a pointer of git-lfs, not the",
+            ),
             ("{}".encode("utf-16"), "is UTF-16: write it as UTF-8"),
             (b"x" * (MAX_LINE_BYTES + 1), ", line 1: is longer than 4 MiB: one row a line"),
             (b"{}\n" + b"x" * (MAX_LINE_BYTES + 1) + b"\n{}", ", line 2: is longer than 4 MiB"),
             (b"{}\n" + b"x" * (4 * MAX_LINE_BYTES), ", line 2: is longer than 4 MiB"),
         ],
-        ids=["empty", "blank", "gzip", "parquet", "utf-16", "one huge line", "a huge line", "a huge end"],
+        ids=[
+            "empty",
+            "blank",
+            "gzip",
+            "parquet",
+            "git-lfs",
+            "utf-16",
+            "one huge line",
+            "a huge line",
+            "a huge end",
+        ],
     )
     def test_a_file_of_another_kind_is_refused(self, tmp_path: Path, content: bytes, said: str) -> None:
         path = tmp_path / "rows.jsonl"

@@ -139,7 +139,32 @@ def test_a_window_that_is_switched_off_is_none() -> None:
     shape_of({**QWEN3, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2})
 
 
+def test_a_window_from_the_first_layer_on_may_be_left_out() -> None:
+    for first in ({}, {"max_window_layers": None}, {"max_window_layers": 0}):
+        with pytest.raises(PretrainedError, match="a sliding window is in use"):
+            shape_of({**QWEN3, "use_sliding_window": True, "sliding_window": 9, **first})
+
+
 # Files.
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layer_types": 3},
+        {"rope_parameters": [1]},
+        {"rope_scaling": "yarn"},
+        {"hidden_size": "64", "head_dim": None, "architectures": ["LlamaForCausalLM"]},
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": "2"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_config_json_with_other_types_is_refused_by_name(tmp_path: Path, change: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3, **change}))
+    with pytest.raises(PretrainedError) as caught:
+        read_shape(str(tmp_path))
+    (line,) = caught.value.lines
+    assert line.startswith("config.json: is not laid out as transformers writes it (")
 
 
 @pytest.mark.parametrize("files", [1, 3])
@@ -171,6 +196,7 @@ def double(folder: Path) -> None:
 
 
 FIRST = next(iter(random_state(TINY)))
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 BROKEN: list[tuple[Callable[[Path], object], str]] = [
     (truncate, "model-00002-of-00003.safetensors: is torn or no safetensors file ("),
     (
@@ -188,6 +214,14 @@ BROKEN: list[tuple[Callable[[Path], object], str]] = [
     (
         lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}'),
         "model.safetensors.index.json: weight_map: legal: names of files in the folder, by tensor",
+    ),
+    (
+        lambda f: (f / "model.safetensors.index.json").write_text("[" * 100_000),
+        "model.safetensors.index.json: is no JSON",
+    ),
+    (
+        lambda f: (f / "model-00002-of-00003.safetensors").write_bytes(POINTER),
+        "model-00002-of-00003.safetensors: is a pointer of git-lfs, not the file itself: `git lfs pull`",
     ),
     (misshape, f"{FIRST} is (63,), not (64,)"),
     (double, f"{FIRST} is F64: legal: BF16, F16, F32"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -143,16 +144,52 @@ def test_every_breached_name_is_listed() -> None:
     guard = Guard()
     for name in ("c", "a", "b"):
         guard.expect(name, CPU)
-    for name, inside in (("a", True), ("c", False), ("a", False), ("b", True)):
-        guard.note(name, torch.tensor(inside))
+    for name, reached in (("a", 0.5), ("c", 1.0), ("a", 3.0), ("b", 0.99)):
+        guard.note(name, torch.tensor(reached))
     with pytest.raises(BoundBreachError, match=r"in: a, c$"):
         guard.settle(ALONE)
+
+
+@pytest.mark.parametrize("value", [2.0**17, 2.0**20, 1e6, 1e30])
+def test_a_breach_says_by_how_much_the_unit_must_be_coarser(value: float) -> None:
+    """The bound is 2^17; with as many bits fewer the same leaf passes, with one more it does not."""
+    leaves = LEAVES.clone()
+    leaves[7, 1, 2, 3] = value
+
+    def breach_at(lsb: int) -> str:
+        item = TokenSum("weight", torch.empty(2, 6, 5), MATRIX, lsb, Guard())
+        item.begin(TOKENS)
+        item.add(leaves)
+        try:
+            item.guard.settle(ALONE)
+        except BoundBreachError as error:
+            return str(error)
+        return ""
+
+    said = re.search(r"grad_lsb smaller by (\d+) has room", breach_at(LSB))
+    assert said
+    assert breach_at(LSB - int(said[1])) == ""
+    assert "smaller by 1 has" in breach_at(LSB - int(said[1]) + 1)
+
+
+def test_what_is_not_finite_is_told_from_what_is_too_large() -> None:
+    guard = Guard()
+    for name, reached in (("a", math.nan), ("b", 8.0), ("c", math.inf), ("d", 0.0)):
+        guard.expect(name, CPU)
+        guard.note(name, torch.tensor(reached))
+        guard.note(name, torch.tensor(0.25))  # a later, smaller leaf hides nothing
+    with pytest.raises(BoundBreachError) as caught:
+        guard.settle(ALONE)
+    assert str(caught.value) == (
+        "gradient leaves not finite, in: a, c; gradient leaves too large for the exact sum "
+        "(a numerics.grad_lsb smaller by 4 has room), in: b"
+    )
 
 
 def test_a_name_that_was_not_announced_is_refused() -> None:
     """Otherwise a rank without a sequence would settle fewer names than the others."""
     with pytest.raises(ValueError, match="weight was noted, but not announced"):
-        Guard().note("weight", torch.tensor(True))
+        Guard().note("weight", torch.tensor(0.5))
 
 
 def test_a_guard_without_names_settles() -> None:
@@ -223,7 +260,7 @@ def idle(rank: int, _world_size: int) -> tuple[list[Tensor], list[float]]:
     place = LAYOUT.coords(rank)
     if place.dp == 0:
         add_share(items, slice(0, 24), slice(place.tp, place.tp + 1), slice(place.tp, None, 2))
-        guard.note("attention", torch.tensor(True))
+        guard.note("attention", torch.tensor(0.5))
     guard.settle(mesh.world)
     reduce_sums(items, mesh.token, mesh.world)
     metrics = exact_sums([ROWS if place.dp == 0 else torch.zeros(1)], mesh.token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -240,6 +241,32 @@ class TestIds:
         with pytest.raises(TaskError) as refusal:
             open_task(config)[1].prompt(1)
         assert f"rows.jsonl, line 2: {said}" in str(refusal.value)
+
+    def test_a_prompt_must_leave_the_model_room_for_the_longest_response(
+        self, asked: Callable[..., Config], tmp_path: Path
+    ) -> None:
+        lines = [{"prompt_ids": [5] * length, "label_ids": [8]} for length in (8, 9)]
+
+        def made(positions: object) -> Config:
+            (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+            return asked(
+                "tokenizer=none",
+                "tokenizer.eos_ids=[4]",
+                "max_response_tokens=12",
+                lines=lines,
+                model_path=tmp_path,
+            )
+
+        said = "rows.jsonl, line 2: the prompt has 9 tokens: max_response_tokens leaves 8 of the positions"
+        (line,) = task_lines(made(20))
+        assert said in line
+        task = open_task(made(20))[1]
+        assert len(task.prompt(0).tokens) == 8
+        with pytest.raises(TaskError, match=re.escape(said)):
+            task.prompt(1)
+        for enough in (21, None):
+            assert task_lines(made(enough)) == []
+            assert len(open_task(made(enough))[1].prompt(1).tokens) == 9
 
     def test_a_scorer_that_looks_into_text_is_refused(self, rows: Callable[..., Path]) -> None:
         settings: dict[str, Any] = {"seed": 1, "shuffled": False, "prompt_key": None, "label_key": None}

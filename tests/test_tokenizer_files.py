@@ -253,7 +253,7 @@ class TestText:
         assert tokenizer.decode((*ids, 5000, *ids)) == "<think>5</think> 12\ufffd<think>5</think> 12"
 
     def test_half_a_character_is_refused(self, source: Source) -> None:
-        with pytest.raises(ValueError, match="the tokenizer cannot encode it"):
+        with pytest.raises(ValueError, match="the tokenizer cannot encode it: it holds half a character"):
             opened(source).encode("\ud800")
 
     def test_without_tokenizer_there_are_numbers(self) -> None:
@@ -376,6 +376,10 @@ class TestRefusals:
         assert "are not laid out as a tokenizer's" in refused(folder)
         (folder / "tokenizer.json").write_text("{}")
         assert refused(folder).startswith(f"{folder / 'tokenizer.json'}: ")
+        (folder / "tokenizer.json").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+        assert refused(folder).startswith(
+            f"{folder / 'tokenizer.json'}: is a pointer of git-lfs, not the file"
+        )
         file = tmp_path / "a.txt"
         file.write_text("GG")
         assert refused(file) == f"{file}: a.txt is a file: legal: a folder, or a file that ends in .gguf"

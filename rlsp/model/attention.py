@@ -187,7 +187,7 @@ class _ContextAttention(Differentiable):
             contract.grad_lsb,
             channel.bound,
         )
-        channel.guard.note(ctx.module.leaves_name, exact.within)
+        channel.guard.note(ctx.module.leaves_name, exact.reach)
         dk, dv = _sum_over_context(exact, b, wiring)
         return _from_query_blocks(dq, ctx.shape), dk, dv.to(dy.dtype), None, None
 

@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 
 from rlsp.numerics.elementwise import MASKED
-from rlsp.numerics.fixed import Scratch, UnitAdder
+from rlsp.numerics.fixed import Scratch, UnitAdder, reach
 from rlsp.numerics.products import WIDE_ROWS, Products, fresh, widened
+
+
+SCORES = 1 << 24
+"""Of cached attention, computed at once: the prompt of a prefill is cut, or its scores would fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,12 @@ class KeyValueGradient:
     Attributes:
         dk: int64 units of 2^-lsb, [B, n_k, block, D].
         dv: Likewise.
-        within: bool scalar, whether every leaf was in bound.
+        reach: Float scalar, the largest leaf over the bound: below 1, or a breach.
     """
 
     dk: Tensor
     dv: Tensor
-    within: Tensor
+    reach: Tensor
 
 
 def block_attention(
@@ -195,9 +199,9 @@ class _KeyValueSums:
         self._extents.append(side.add(leaves.view(b, -1, *leaves.shape[1:]), 1)[0])
 
     def gradient(self, bound: float) -> KeyValueGradient:
-        """Return the sums, and whether every leaf was below `bound`."""
+        """Return the sums, and how near to `bound` the largest leaf came."""
         dk, dv = (torch.stack([block.total() for block in side], dim=1) for side in (self.dk, self.dv))
-        return KeyValueGradient(dk, dv, torch.stack(self._extents).amax() < bound)
+        return KeyValueGradient(dk, dv, reach(torch.stack(self._extents), bound))
 
 
 def cached_attention(
@@ -216,6 +220,24 @@ def cached_attention(
     Returns:
         float32 [B, R, D].
     """
+    b, r, d = q.shape
+    _, n_k, block, _ = k.shape
+    tiles = max(1, SCORES // (b * n_k * block * products.row_tile))
+    rows = tiles * products.row_tile
+    if r <= rows:
+        return _attend_cached(products, q, k, v, positions, scale)
+    out = q.new_empty((b, r, d), dtype=torch.float32)
+    for some in (slice(first, first + rows) for first in range(0, r, rows)):
+        seen = int(positions[:, some].max()) // block + 1  # the blocks behind are masked for all of these
+        keys, values = (x[:, :seen].contiguous() for x in (k, v))
+        out[:, some] = _attend_cached(products, q[:, some], keys, values, positions[:, some], scale)
+    return out
+
+
+def _attend_cached(
+    products: Products, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float
+) -> Tensor:
+    """Attend some queries, all at once, to the blocks given."""
     b, r, d = q.shape
     n_k, block = k.shape[1], k.shape[2]
     scores = (

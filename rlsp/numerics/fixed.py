@@ -26,11 +26,16 @@ def leaf_bound(lsb: int, leaves: int) -> float:
     return 2.0 ** (HEADROOM_BITS - lsb - math.ceil(math.log2(max(leaves, 1))))
 
 
+def reach(leaves: Tensor, bound: float) -> Tensor:
+    """Return a float scalar: the largest magnitude over `bound`; from 1 on is a breach, NaN where one is."""
+    if not leaves.numel():
+        return torch.zeros((), device=leaves.device)
+    return leaves.abs().amax() / bound
+
+
 def within(leaves: Tensor, bound: float) -> Tensor:
     """Return a bool scalar: every element is finite and smaller than `bound` in magnitude (NaN fails)."""
-    if not leaves.numel():
-        return torch.ones((), dtype=torch.bool, device=leaves.device)
-    return leaves.abs().amax() < bound
+    return reach(leaves, bound) < 1
 
 
 def to_fixed(x: Tensor, lsb: int) -> Tensor:
@@ -51,7 +56,7 @@ def add_leaves(total: Tensor, leaves: Tensor, lsb: int, bound: float) -> tuple[T
         bound: Magnitude below which every element must stay.
 
     Returns:
-        bool scalar, whether every element did; and int64 [2], as `vanished` counts.
+        Their `reach`; and int64 [2], as `vanished` counts.
     """
     flat = leaves.reshape(leaves.shape[0], total.numel())
     extents, counts = [flat.new_zeros(())], [torch.zeros(2, dtype=torch.int64, device=flat.device)]
@@ -66,7 +71,7 @@ def add_leaves(total: Tensor, leaves: Tensor, lsb: int, bound: float) -> tuple[T
             extents.append(largest)
             counts.append(vanished(piece, units))
         sums.add_(adder.total())
-    return torch.stack(extents).amax() < bound, torch.stack(counts).sum(dim=0)
+    return reach(torch.stack(extents), bound), torch.stack(counts).sum(dim=0)
 
 
 class Scratch:

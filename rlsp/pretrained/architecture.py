@@ -119,7 +119,7 @@ def _slides(described: Mapping[str, Any]) -> bool:
         return any(kind != "full_attention" for kind in kinds)
     if described.get("sliding_window") is None or not described.get("use_sliding_window", True):
         return False
-    first = described.get("max_window_layers", 0)
+    first = described.get("max_window_layers") or 0
     return bool(first < described.get("num_hidden_layers", first + 1))
 
 

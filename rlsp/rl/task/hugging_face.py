@@ -74,7 +74,8 @@ class HuggingFaceTokenizer:
         try:
             return tuple(self.backend.encode(text, add_special_tokens=False).ids)
         except Exception as error:  # the library's own are of no narrower type
-            raise ValueError(f"the tokenizer cannot encode it: {error}") from error
+            why = "it holds half a character (a lone surrogate)" if _is_broken(text) else error
+            raise ValueError(f"the tokenizer cannot encode it: {why}") from error
 
     def prompt(self, messages: Sequence[Message]) -> Prompt:
         """Write a conversation by the template, or its text behind the prefix if no template is used.
@@ -112,6 +113,10 @@ class HuggingFaceTokenizer:
     def _special(self) -> tuple[str, ...]:
         added = self.backend.get_added_tokens_decoder()
         return tuple(token.content for _, token in sorted(added.items()) if token.special)
+
+
+def _is_broken(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def is_installed() -> bool:

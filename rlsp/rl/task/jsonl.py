@@ -32,6 +32,7 @@ class JsonlTask:
         shuffled: Whether epochs have an order of their own; if not, it is that of the file.
         scorer: What a response is worth.
         max_prompt_tokens: Longest legal prompt; None for any.
+        room: What the model has left for a prompt beside the longest response, tokens; None for any.
     """
 
     lines: LineFile
@@ -41,6 +42,7 @@ class JsonlTask:
     shuffled: bool
     scorer: Scorer
     max_prompt_tokens: int | None
+    room: int | None = None
 
     @property
     def name(self) -> str:
@@ -73,7 +75,7 @@ class JsonlTask:
         line = self._line(index)
         row = self._row(line)
         try:
-            return prompt_of(row, self.tokenizer, self.scorer, self.max_prompt_tokens)
+            return prompt_of(row, self.tokenizer, self.scorer, self.max_prompt_tokens, self.room)
         except RowError as error:
             raise TaskError(f"{self.lines.where(line)}: {error}") from error
 
@@ -123,6 +125,7 @@ def open_jsonl(
     prompt_key: str | None,
     label_key: str | None,
     max_prompt_tokens: int | None,
+    room: int | None = None,
 ) -> JsonlTask:
     """Index a file and decide by its first row which fields hold prompts and labels.
 
@@ -134,7 +137,7 @@ def open_jsonl(
         fields = find_fields(parse(lines.read(0)), prompt_key, label_key)
     except RowError as error:
         raise TaskError(f"{lines.where(0)}: {error}") from error
-    return JsonlTask(lines, fields, tokenizer, seed, shuffled, scorer, max_prompt_tokens)
+    return JsonlTask(lines, fields, tokenizer, seed, shuffled, scorer, max_prompt_tokens, room)
 
 
 def check_first_rows(
@@ -146,35 +149,43 @@ def check_first_rows(
     label_key: str | None,
     max_prompt_tokens: int | None,
     count: int,
+    room: int | None = None,
 ) -> list[str]:
     """List what is wrong with the first rows of a file, without reading the rest.
 
     Without tokenizer or scorer it is left open whether prompts can be encoded and labels scored.
 
     Returns:
-        One line for every bad row among the first `count`, or one about the file; empty if all is well.
+        One line for all rows among the first `count` that are bad in the same way, or one about the file;
+        empty if all is well.
     """
     try:
         lines = first_lines(Path(path), count)
         fields = None
-        found = []
+        found: dict[str, list[int]] = {}
         for number, line in lines:
             try:
                 row = parse(line)
                 fields = fields or find_fields(row, prompt_key, label_key)
                 read = read_row(row, fields)
                 if tokenizer is not None and scorer is not None:
-                    prompt_of(read, tokenizer, scorer, max_prompt_tokens)
+                    prompt_of(read, tokenizer, scorer, max_prompt_tokens, room)
             except RowError as error:
-                found.append(f"{path}, line {number}: {error}")
+                found.setdefault(str(error), []).append(number)
                 if fields is None:
                     break
     except TaskError as error:
         return [str(error)]
-    return found
+    return [f"{path}, {_lines(numbers)}: {fault}" for fault, numbers in found.items()]
 
 
-def prompt_of(row: Row, tokenizer: Tokenizer, scorer: Scorer, max_tokens: int | None) -> Prompt:
+def _lines(numbers: Sequence[int]) -> str:
+    return f"line{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def prompt_of(
+    row: Row, tokenizer: Tokenizer, scorer: Scorer, max_tokens: int | None, room: int | None = None
+) -> Prompt:
     """Turn a row into a prompt, and see that its label can be scored.
 
     Raises:
@@ -184,8 +195,15 @@ def prompt_of(row: Row, tokenizer: Tokenizer, scorer: Scorer, max_tokens: int | 
     if isinstance(row.question, Ids):
         tokens = row.question.tokens
         _check_ids(tokens, tokenizer, "prompt")
-        return _checked(Prompt(tokens=tokens, text=tokenizer.decode(tokens)), max_tokens)
-    return write_prompt(row.question, tokenizer, max_tokens)
+        prompt = _checked(Prompt(tokens=tokens, text=tokenizer.decode(tokens)), max_tokens)
+    else:
+        prompt = write_prompt(row.question, tokenizer, max_tokens)
+    if room is not None and len(prompt.tokens) > room:
+        raise RowError(
+            f"the prompt has {len(prompt.tokens)} tokens: max_response_tokens leaves {max(room, 0)} of the "
+            "positions that the model was made for (max_position_embeddings)"
+        )
+    return prompt
 
 
 def write_prompt(messages: Sequence[Message], tokenizer: Tokenizer, max_tokens: int | None) -> Prompt:

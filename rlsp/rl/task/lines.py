@@ -11,6 +11,7 @@ from typing import BinaryIO, Final
 
 import numpy as np
 
+from rlsp.pretrained.folder import LFS_HINT, LFS_POINTER
 from rlsp.rl.task.protocol import TaskError
 
 MAX_LINE_BYTES: Final = 4 * 2**20
@@ -27,6 +28,7 @@ _MAGIC: Final = {
     b"PAR1": "a Parquet file: write its rows as JSON, one object a line",
     b"\xff\xfe": "UTF-16: write it as UTF-8",
     b"\xfe\xff": "UTF-16: write it as UTF-8",
+    LFS_POINTER: LFS_HINT.removeprefix("is "),
 }
 
 
@@ -70,7 +72,7 @@ class LineFile:
         try:
             with _opened(path) as file:
                 stamp = _stamp(path, os.fstat(file.fileno()))
-                refuse_other_kinds(path, file.read(8))
+                refuse_other_kinds(path, file.read(len(LFS_POINTER)))
                 file.seek(0)
                 digest, newlines, at, opened = hashlib.sha256(), [], 0, 0
                 while chunk := file.read(_CHUNK_BYTES):
@@ -140,7 +142,7 @@ def first_lines(path: Path, count: int) -> list[tuple[int, bytes]]:
     try:
         with _opened(path) as file:
             _stamp(path, os.fstat(file.fileno()))
-            refuse_other_kinds(path, file.read(8))
+            refuse_other_kinds(path, file.read(len(LFS_POINTER)))
             file.seek(0)
             number = 0
             while len(lines) < count and (line := file.readline(MAX_LINE_BYTES + 2)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -63,7 +63,7 @@ def parse(line: bytes) -> Mapping[str, Any]:
     except RecursionError as error:
         raise RowError("is not JSON that can be read: nested too deeply") from error
     except ValueError as error:
-        raise RowError(f"is not JSON: {error}") from error
+        raise RowError(f"is not JSON: {error}; a line is one JSON object") from error
     if not isinstance(value, dict):
         raise RowError(f"is {_kind(value)}: a row is one JSON object with a prompt and a label")
     return value
@@ -85,7 +85,7 @@ def find_fields(row: Mapping[str, Any], prompt_key: str | None, label_key: str |
         names = known if key is None else (key,)
         present = [name for name in names if look_up(row, name) is not None]
         if not present:
-            raise _missing(row, " or ".join(names), f"task.{what}_key")
+            raise _missing(row, names, f"task.{what}_key")
         found.append(present[0])
     return Fields(*found)
 
@@ -98,9 +98,9 @@ def read_row(row: Mapping[str, Any], fields: Fields) -> Row:
     """
     prompt, label = look_up(row, fields.prompt), look_up(row, fields.label)
     if prompt is None:
-        raise _missing(row, fields.prompt, "task.prompt_key")
+        raise _missing(row, (fields.prompt,), "task.prompt_key")
     if label is None:
-        raise _missing(row, fields.label, "task.label_key")
+        raise _missing(row, (fields.label,), "task.label_key")
     return Row(_question(prompt, fields.prompt), _label(label, fields.label))
 
 
@@ -121,7 +121,10 @@ def _question(prompt: object, key: str) -> tuple[Message, ...] | Ids:
             (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         )
         if not isinstance(role, str) or not isinstance(content, str):
-            raise RowError(f"{key}[{place}] is no message: legal: an object whose role and content are text")
+            raise RowError(
+                f"{key}[{place}] is no message: legal: an object whose role and content are text, "
+                "or token ids throughout"
+            )
         messages.append((role, content))
     if not any(content.strip() for _, content in messages):
         raise RowError(f"{key} is empty")
@@ -160,9 +163,13 @@ def look_up(row: Mapping[str, Any], key: str) -> object:
     return look_up(inner, rest) if dot and isinstance(inner, dict) else None
 
 
-def _missing(row: Mapping[str, Any], wanted: str, option: str) -> RowError:
+def _missing(row: Mapping[str, Any], wanted: Sequence[str], option: str) -> RowError:
+    if empty := [name for name in wanted if name in row]:
+        return RowError(f"{empty[0]} is null ({option} names another field)")
     names = [repr(name) for name in list(row)[:_SHOWN]] + ["…"] * (len(row) > _SHOWN)
-    return RowError(f"has no {wanted} (it has {', '.join(names) or 'no field'}): {option} names the field")
+    return RowError(
+        f"has no {' or '.join(wanted)} (it has {', '.join(names) or 'no field'}): {option} names the field"
+    )
 
 
 def _kind(value: object) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rlsp.pretrained.architecture import PretrainedError
-from rlsp.pretrained.folder import gguf_file, located
+from rlsp.pretrained.folder import LFS_HINT, gguf_file, is_lfs_pointer, located
 from rlsp.pretrained.gguf import GgufHead, described, read_head
 from rlsp.rl.task.chat import ChatTemplate
 from rlsp.rl.task.gguf import backend_of
@@ -159,7 +159,7 @@ def _read_folder(folder: Path) -> Source:
     try:
         backend = Tokenizer.from_file(str(path))
     except Exception as error:  # the library's own are of no narrower type
-        raise TokenizerFilesError(f"{path}: {error}") from error
+        raise TokenizerFilesError(f"{path}: {LFS_HINT if is_lfs_pointer(path) else error}") from error
     # A file may say so, for training batches: a prompt is neither cut nor filled.
     backend.no_truncation()
     backend.no_padding()
