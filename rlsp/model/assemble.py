@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from rlsp.config import Config, ModelConfig
+from rlsp import collectives, determinism
+from rlsp.config import Config, DeviceKind, ModelConfig
 from rlsp.groups import Group, Mesh
 from rlsp.layout import padded_groups
 from rlsp.model.build import PolicyModel, build_model, copy_bits, initialize
 from rlsp.model.hf import load_path, zero_padding
 from rlsp.model.wiring import Phase, Wiring
+from rlsp.numerics import compiled
 from rlsp.numerics.certificate import Certificate, Sharded, certify
+from rlsp.numerics.compiled import TORCH, Kernel, Kernels
 from rlsp.numerics.contract import Contract
+from rlsp.numerics.kernel_trials import exact_kernels
 from rlsp.numerics.products import Product, Products, Shape
 
 
@@ -51,6 +55,24 @@ def contract_of(config: Config) -> Contract:
         dtype=config.model.dtype.value,
         padded_vocab=config.padded_vocab,
     )
+
+
+def certified_kernels(config: Config, mesh: Mesh) -> Kernels:
+    """Return the compiled kernels that left torch's bits on every rank, to be used; every rank calls it."""
+    kernels = _kernels(config)
+    exact = exact_kernels(kernels)
+    refused = torch.tensor([kernel not in exact for kernel in Kernel], dtype=torch.int64)
+    anywhere = collectives.max_integers(refused.to(mesh.world.device_type or "cpu"), mesh.world).tolist()
+    return kernels.only(frozenset(kernel for kernel, flag in zip(Kernel, anywhere, strict=True) if not flag))
+
+
+def _kernels(config: Config) -> Kernels:
+    """Compile or find the kernels, unless they are switched off or could not run."""
+    if not config.numerics.compiled:
+        return replace(TORCH, origin="numerics.compiled=false")
+    if config.device.kind is not DeviceKind.cpu:
+        return replace(TORCH, origin=f"device={config.device.kind.value}")
+    return compiled.load(determinism.kernel_folder())
 
 
 def assemble(config: Config, mesh: Mesh, device: torch.device) -> Models:

@@ -192,7 +192,7 @@ class _KeyValueSums:
 
     def add(self, side: UnitAdder, leaves: Tensor, b: int) -> None:
         """Add leaves [B·n_q, block, D] to a key block's sum."""
-        self._extents.append(side.add(leaves.view(b, -1, *leaves.shape[1:]), 1)[0])
+        self._extents.append(side.add(leaves.view(b, -1, *leaves.shape[1:]), 1))
 
     def gradient(self, bound: float) -> KeyValueGradient:
         """Return the sums, and whether every leaf was below `bound`."""
