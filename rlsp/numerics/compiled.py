@@ -101,7 +101,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     """Declare what the functions take, for ctypes to check and to widen."""
     pointer, word, shape = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64)
     for name, takes in {
-        "rlsp_add_leaves": [pointer, pointer, shape, shape, ctypes.c_float, shape],
+        "rlsp_add_leaves": [pointer, pointer, shape, shape, ctypes.c_float, pointer, pointer],
         "rlsp_shard_hashes": [pointer, pointer, word, word],
         "rlsp_row_digest": [pointer, pointer, word, word, word, word, word],
         "rlsp_tree_sum": [pointer, pointer, word, word, word],
@@ -137,21 +137,23 @@ def add_leaves(total: Tensor, leaves: Tensor, dim: int, unit: float) -> tuple[Te
     shape, strides = list(leaves.shape), list(leaves.stride())
     count, step = shape.pop(dim), strides.pop(dim)
     levels = _merged(shape, strides)
-    if len(levels) > _LEVELS or levels[-1][1] != 1:
+    if not leaves.is_contiguous() and (len(levels) > _LEVELS or levels[-1][1] != 1):
         return add_leaves(total, leaves.contiguous(), dim, unit)
+    if levels[-1][1] != 1:
+        levels.append((1, 1))
     (outer, over), (rows, down), (n, _) = [(1, 0)] * (_LEVELS - len(levels)) + levels
+    largest, counts = torch.zeros(()), torch.zeros(2, dtype=torch.int64)
     words = ctypes.c_int64
-    seen = (words * 3)()
     library.rlsp_add_leaves(
         total.data_ptr(),
         leaves.data_ptr(),
         (words * 4)(outer, count, rows, n),
         (words * 3)(over, step, down),
         unit,
-        seen,
+        largest.data_ptr(),
+        counts.data_ptr(),
     )
-    largest, nonzero, vanished = seen
-    return torch.tensor(largest, dtype=torch.int32).view(torch.float32), torch.tensor((nonzero, vanished))
+    return largest, counts
 
 
 def _merged(shape: list[int], strides: list[int]) -> list[tuple[int, int]]:

@@ -126,9 +126,10 @@ class UnitAdder:
         """
         low, high = torch.aminmax(leaves)
         largest = torch.maximum(-low, high)
-        reach = leaves.shape[dim] * (float(largest) * self._unit + 1) if self._asks else math.inf
-        if reach == leaves.shape[dim]:
+        most = float(largest) if self._asks else math.inf
+        if most == 0:
             return largest, leaves  # zeros, as padding leaves them
+        reach = leaves.shape[dim] * (most * self._unit + 1)
         # Exact: the unit is a power of 2, and within any bound the product is far from overflow.
         units = torch.mul(leaves, self._unit, out=self._scratch.room(leaves.shape, leaves.dtype)).round_()
         if not reach < _FLOAT64_UNITS:

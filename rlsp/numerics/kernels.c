@@ -41,9 +41,9 @@ static inline void add_run(uint64_t *restrict total, const float *restrict leaf,
 }
 
 /* Add leaves [outer, count, rows, n], in units of 1 / unit, to total [outer, rows, n]; n elements lie together.
- * seen: the bits of the largest magnitude, how many are not zero, and how many of those rounded to zero. */
+ * most: the largest magnitude, NaN where one is; counts: what is not zero, and what of it rounded to zero. */
 void rlsp_add_leaves(int64_t *total, const float *leaves, const int64_t shape[4], const int64_t strides[3],
-                     float unit, int64_t seen[3]) {
+                     float unit, float *most, int64_t counts[2]) {
     const int64_t outer = shape[0], count = shape[1], rows = shape[2], n = shape[3];
     const int64_t together = n < COLUMNS ? COLUMNS / (n > 0 ? n : 1) : 1;
     uint32_t largest = 0;
@@ -61,7 +61,8 @@ void rlsp_add_leaves(int64_t *total, const float *leaves, const int64_t shape[4]
                     nonzero += full, kept += units;
                 }
             }
-    seen[0] = largest, seen[1] = nonzero, seen[2] = nonzero - kept;
+    memcpy(most, &largest, sizeof largest);
+    counts[0] = nonzero, counts[1] = nonzero - kept;
 }
 
 /* Add to sums [shards, 2] the two streams of hashes of every shard, `size` adjacent bytes each. */
