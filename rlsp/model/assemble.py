@@ -58,21 +58,21 @@ def contract_of(config: Config) -> Contract:
 
 
 def certified_kernels(config: Config, mesh: Mesh) -> Kernels:
-    """Return the compiled kernels that left torch's bits on every rank, to be used; every rank calls it."""
-    kernels = _kernels(config)
-    exact = exact_kernels(kernels)
-    refused = torch.tensor([kernel not in exact for kernel in Kernel], dtype=torch.int64)
+    """Return the compiled kernels that leave torch's bits on every rank, to be used; every rank calls it."""
+    kernels = exact_compiled(config)
+    refused = torch.tensor([kernel not in kernels.allowed for kernel in Kernel], dtype=torch.int64)
     anywhere = collectives.max_integers(refused.to(mesh.world.device_type or "cpu"), mesh.world).tolist()
     return kernels.only(frozenset(kernel for kernel, flag in zip(Kernel, anywhere, strict=True) if not flag))
 
 
-def _kernels(config: Config) -> Kernels:
-    """Compile or find the kernels, unless they are switched off or could not run."""
+def exact_compiled(config: Config) -> Kernels:
+    """Compile or find the kernels and allow those that leave torch's bits here: none where they are off."""
     if not config.numerics.compiled:
         return replace(TORCH, origin="numerics.compiled=false")
     if config.device.kind is not DeviceKind.cpu:
         return replace(TORCH, origin=f"device={config.device.kind.value}")
-    return compiled.load(determinism.kernel_folder())
+    kernels = compiled.load(determinism.kernel_folder())
+    return kernels.only(exact_kernels(kernels))
 
 
 def assemble(config: Config, mesh: Mesh, device: torch.device) -> Models:
