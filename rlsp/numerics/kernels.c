@@ -45,19 +45,22 @@ static inline void add_run(uint64_t *restrict total, const float *restrict leaf,
 void rlsp_add_leaves(int64_t *total, const float *leaves, const int64_t shape[4], const int64_t strides[3],
                      float unit, float *most, int64_t counts[2]) {
     const int64_t outer = shape[0], count = shape[1], rows = shape[2], n = shape[3];
-    const int64_t together = n < COLUMNS ? COLUMNS / (n > 0 ? n : 1) : 1;
+    /* Outer runs that lie between two rows are read with them, in the order of memory. */
+    const int64_t beside = strides[0] < strides[2] ? outer : 1;
+    const int64_t room = COLUMNS / (smaller(n, COLUMNS) * beside), together = room > 1 ? room : 1;
     uint32_t largest = 0;
     int64_t nonzero = 0, kept = 0;
-    for (int64_t o = 0; o < outer; o++)
+    for (int64_t first = 0; first < outer; first += beside)
         for (int64_t row = 0; row < rows; row += together)
             for (int64_t column = 0; column < n; column += COLUMNS) {
                 const int64_t width = smaller(COLUMNS, n - column), end = smaller(row + together, rows);
                 for (int64_t leaf = 0; leaf < count; leaf++) {
-                    const float *from = leaves + o * strides[0] + leaf * strides[1] + column;
+                    const float *from = leaves + leaf * strides[1] + column;
                     uint32_t full = 0, units = 0;
                     for (int64_t r = row; r < end; r++)
-                        add_run((uint64_t *)total + (o * rows + r) * n + column, from + r * strides[2], width, unit,
-                                &largest, &full, &units);
+                        for (int64_t o = first; o < first + beside; o++)
+                            add_run((uint64_t *)total + (o * rows + r) * n + column,
+                                    from + o * strides[0] + r * strides[2], width, unit, &largest, &full, &units);
                     nonzero += full, kept += units;
                 }
             }
