@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlsp.digest import as_int64, digest
+from rlsp.numerics import compiled
 from rlsp.numerics.hashing import GOLDEN, SECOND, mix64_
 
 __all__ = [
@@ -135,6 +136,8 @@ def shard_hashes(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return total
     pattern = bit_pattern(x.view(torch.uint8) if x.dtype == torch.bool else x).reshape(shards, -1)
+    if compiled.shard_hashes(total, pattern):
+        return total
     per_word = 8 // pattern.element_size()
     step = max(_CHUNK // shards, 1)
     for first in range(0, -(-pattern.shape[1] // per_word), step):
@@ -176,6 +179,8 @@ def row_digest(logits: Tensor, first_index: int, valid: int) -> Tensor:
     if width == 0:
         return result
     pattern = bit_pattern(logits)[:, :width]
+    if compiled.row_digest(result, pattern, first_index):
+        return result
     key = mix64_(torch.arange(first_index + 1, first_index + 1 + width, device=logits.device) * GOLDEN)
     step = max(_CHUNK // width, 1)
     for first in range(0, tokens, step):

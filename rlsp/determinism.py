@@ -63,6 +63,12 @@ def environment_values(names: Iterable[str]) -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in names}
 
 
+def kernel_folder() -> Path | None:
+    """Return this user's folder for compiled kernels, where there is a home for it (XDG base directories)."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base, "rlsp", "kernels") if os.path.isabs(base) else None
+
+
 def rank_environment(threads: int, interface: str | None = _LOOPBACK) -> dict[str, str]:
     """Return the environment for a process that hosts ranks on this machine.
 
@@ -243,7 +249,7 @@ def kernel_identity(device: str = "cpu") -> dict[str, object]:
     found = environment_switches().items()
     identity: dict[str, object] = {
         "machine": platform.machine(),
-        **_processor(),
+        **processor(),
         "torch": torch.__version__,
         "aten_capability": torch.backends.cpu.get_cpu_capability(),
         "onednn": _match(r"MKL-DNN v(\S+ \(Git Hash \w+)\)", build).replace(" (Git Hash ", "+"),
@@ -312,7 +318,7 @@ def _torch(path: str) -> object:
     return reduce(getattr, path.split("."), torch)
 
 
-def _processor() -> dict[str, object]:
+def processor() -> dict[str, object]:
     """Name the CPU and its vector instructions; Linux."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")

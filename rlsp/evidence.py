@@ -21,6 +21,7 @@ from rlsp.groups import Mesh
 from rlsp.model.assemble import Models
 from rlsp.model.weights import weight_entries
 from rlsp.model.wiring import NATIVE, STRICT, Operator, Phase
+from rlsp.numerics.compiled import running
 from rlsp.pretrained.folder import fingerprint
 from rlsp.report.digests import RolloutDigests, UpdateDigests, shard_table
 from rlsp.report.manifest import RankAgreement, StartupFacts, WeightSource
@@ -85,6 +86,7 @@ def startup_facts(
             raise DisagreementError(
                 f"ranks disagree on {what}: " + ", ".join(f"rank {i} {v[:16]}" for i, v in enumerate(values))
             )
+    kernels_run = running()
     kernels: dict[str, Any] = determinism.kernel_identity(config.device.kind.value)
     return StartupFacts(
         contract={**asdict(contract), "elementwise": list(contract.elementwise)},
@@ -102,9 +104,11 @@ def startup_facts(
             "wide": len(certificate.wide),
             "leaf": list(certificate.narrowed),
             "observations": dict(certificate.observations),
+            "compiled": kernels_run.origin,
         },
         paths={f"{s.product.value} n={s.n} k={s.k}": "wide" for s in certificate.wide}
-        | dict.fromkeys(certificate.narrowed, "leaf"),
+        | dict.fromkeys(certificate.narrowed, "leaf")
+        | {f"kernel {name}": path for name, path in kernels_run.paths().items()},
         agreement=tuple(agreement),
     )
 

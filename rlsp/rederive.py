@@ -10,8 +10,9 @@ from rlsp import collectives, determinism
 from rlsp.board import Place
 from rlsp.config import Config, Job
 from rlsp.groups import Mesh
-from rlsp.model.assemble import assemble
+from rlsp.model.assemble import assemble, certified_kernels
 from rlsp.model.weights import weights_digest
+from rlsp.numerics.compiled import using
 from rlsp.replay import Record, Replayer
 from rlsp.report import tensors as tensor_file
 from rlsp.report.diagnose_records import Answer, Request, answer_path, request_path
@@ -52,23 +53,23 @@ def diagnose_rank(job: Job, place: Place) -> None:
 def live(job: Job, place: Place) -> None:
     """Answer the request in a process group that is already joined."""
     request = Request.read(request_path(job.run_dir))
-    with layers_of(job.config, place):
+    mesh = mesh_of(job.config, place)
+    with layers_of(job.config, place), using(certified_kernels(job.config, mesh)):
         try:
-            answer = _answer(job, place, request)
+            answer = _answer(job, place, mesh, request)
         except NotProvedError as error:
             answer = Answer(refusal=str(error), diagnosis=None)
     if place.rank == 0:
         answer.write(answer_path(job.run_dir))
 
 
-def _answer(job: Job, place: Place, request: Request) -> Answer:
+def _answer(job: Job, place: Place, mesh: Mesh, request: Request) -> Answer:
     """Build both sides, train up to the rollout, replay.
 
     Raises:
         NotProvedError: Weights or prompts are not those of the run.
     """
     config, board = job.config, place.board
-    mesh = mesh_of(config, place)
     board.phase("certifying kernels and building the model")
     device = device_of(config, place)
     models = assemble(config, mesh, device)

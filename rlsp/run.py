@@ -20,9 +20,10 @@ from rlsp.diagnostics import Diagnostics
 from rlsp.engines import described, start_engine
 from rlsp.evidence import Evidence, startup_facts
 from rlsp.groups import Ledger, Mesh, build_mesh
-from rlsp.model.assemble import Models, assemble
+from rlsp.model.assemble import Models, assemble, certified_kernels
 from rlsp.model.compat import native_layers
 from rlsp.model.hf import EXPORT_NAME, write_folder
+from rlsp.numerics.compiled import using
 from rlsp.replay import Record
 from rlsp.report import manifest
 from rlsp.rl.advantage import group_advantages
@@ -50,13 +51,13 @@ def run_rank(job: Job, place: Place) -> None:
 
 def live(job: Job, place: Place) -> None:
     """Run the algorithm in a process group that is already joined."""
-    with layers_of(job.config, place):
-        _live(job, place)
+    mesh = mesh_of(job.config, place)
+    with layers_of(job.config, place), using(certified_kernels(job.config, mesh)):
+        _live(job, place, mesh)
 
 
-def _live(job: Job, place: Place) -> None:
+def _live(job: Job, place: Place, mesh: Mesh) -> None:
     config, board = job.config, place.board
-    mesh = mesh_of(config, place)
     tokenizer, task, judge = _open_task(config, place)
     board.phase("certifying kernels and building the model")
     models = assemble(config, mesh, device_of(config, place))

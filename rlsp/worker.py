@@ -106,6 +106,8 @@ def _host(job: Job, options: argparse.Namespace) -> int:
     _redirect(host_log_path(job.run_dir))
     forks = job.config.device.kind is DeviceKind.cpu
     function = _load(options.entry) if forks else None
+    if forks and job.config.numerics.compiled:
+        _compile_kernels()
     board = Board.join(board_path(job.run_dir), job.config.world_size)
     init_method = options.init_method
     host_pid = os.getpid()
@@ -164,6 +166,16 @@ def _load(entry: str) -> RankFunction:
     module, _, name = entry.partition(":")
     function: RankFunction = getattr(importlib.import_module(module), name)
     return function
+
+
+def _compile_kernels() -> None:
+    """Compile or find the hot loops once, for every rank that is forked; without torch nobody needs them."""
+    if "torch" not in sys.modules:
+        return
+    from rlsp import determinism
+    from rlsp.numerics import compiled
+
+    compiled.load(determinism.kernel_folder())
 
 
 def _leave_process_groups() -> None:

@@ -104,6 +104,7 @@ def plain_config(**changes: Any) -> dict[str, Any]:
             "row_tile": 32,
             "grad_lsb": 40,
             "threads": 1,
+            "compiled": True,
             "routes": {"attention": "strict", "ffn": "strict", "logp": "strict"},
         },
         "task": {

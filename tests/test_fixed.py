@@ -125,6 +125,12 @@ def test_leaves_are_added_as_their_integers_are(seed: int, count: int, width: in
     assert inside == bool(within(leaves, 2.0**22))
 
 
+def test_leaves_far_below_the_unit_vanish_and_are_counted() -> None:
+    leaves = torch.tensor([[2.0**-149, 0.0], [-(2.0**-126), -0.0]])
+    total, counts, inside = added(leaves)
+    assert (total.tolist(), counts.tolist(), inside) == ([0, 0], [2, 2], True)
+
+
 def test_float64_alone_would_lose_units_of_large_leaves() -> None:
     """The witness: why an adder asks for the largest leaf."""
     leaves = torch.tensor([2.0**21, 2.0**-LSB, 2.0**-LSB])

@@ -156,7 +156,10 @@ class RoutesConfig:
 
 @dataclass(frozen=True)
 class NumericsConfig:
-    """Fix the numeric contract: blocks in tokens, row_tile in rows, gradient sums in units of 2^-grad_lsb."""
+    """Fix the numeric contract: blocks in tokens, row_tile in rows, gradient sums in units of 2^-grad_lsb.
+
+    compiled changes no bit: whether hot loops run as C that this machine compiled.
+    """
 
     routes: RoutesConfig
     virtual_tp: Width
@@ -166,6 +169,7 @@ class NumericsConfig:
     row_tile: Tile
     grad_lsb: GradLsb
     threads: Threads
+    compiled: bool
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from rlsp.config import Config, ModelConfig
+from rlsp import collectives, determinism
+from rlsp.config import Config, DeviceKind, ModelConfig
 from rlsp.groups import Group, Mesh
 from rlsp.layout import padded_groups
 from rlsp.model.build import PolicyModel, build_model, copy_bits, initialize
 from rlsp.model.hf import load_path, zero_padding
 from rlsp.model.wiring import Phase, Wiring
+from rlsp.numerics import compiled
 from rlsp.numerics.certificate import Certificate, Sharded, certify
+from rlsp.numerics.compiled import TORCH, Kernel, Kernels
 from rlsp.numerics.contract import Contract
+from rlsp.numerics.kernel_trials import exact_kernels
 from rlsp.numerics.products import Product, Products, Shape
 
 
@@ -51,6 +55,24 @@ def contract_of(config: Config) -> Contract:
         dtype=config.model.dtype.value,
         padded_vocab=config.padded_vocab,
     )
+
+
+def certified_kernels(config: Config, mesh: Mesh) -> Kernels:
+    """Return the compiled kernels that leave torch's bits on every rank, to be used; every rank calls it."""
+    kernels = exact_compiled(config)
+    refused = torch.tensor([kernel not in kernels.allowed for kernel in Kernel], dtype=torch.int64)
+    anywhere = collectives.max_integers(refused.to(mesh.world.device_type or "cpu"), mesh.world).tolist()
+    return kernels.only(frozenset(kernel for kernel, flag in zip(Kernel, anywhere, strict=True) if not flag))
+
+
+def exact_compiled(config: Config) -> Kernels:
+    """Compile or find the kernels and allow those that leave torch's bits here: none where they are off."""
+    if not config.numerics.compiled:
+        return replace(TORCH, origin="numerics.compiled=false")
+    if config.device.kind is not DeviceKind.cpu:
+        return replace(TORCH, origin=f"device={config.device.kind.value}")
+    kernels = compiled.load(determinism.kernel_folder())
+    return kernels.only(exact_kernels(kernels))
 
 
 def assemble(config: Config, mesh: Mesh, device: torch.device) -> Models:

@@ -196,7 +196,7 @@ class _KeyValueSums:
 
     def add(self, side: UnitAdder, leaves: Tensor, b: int) -> None:
         """Add leaves [B·n_q, block, D] to a key block's sum."""
-        self._extents.append(side.add(leaves.view(b, -1, *leaves.shape[1:]), 1)[0])
+        self._extents.append(side.add(leaves.view(b, -1, *leaves.shape[1:]), 1))
 
     def gradient(self, bound: float) -> KeyValueGradient:
         """Return the sums, and how near to `bound` the largest leaf came."""

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rlsp.numerics import compiled
+
 HEADROOM_BITS = 62
 PIECE_ELEMENTS = 1 << 15  # of the leaves that are added at a time: what they pass through fits a core's cache
 _FLOAT64_UNITS = 2.0**53  # float64 adds whole numbers exactly up to here
@@ -58,6 +60,8 @@ def add_leaves(total: Tensor, leaves: Tensor, lsb: int, bound: float) -> tuple[T
     Returns:
         Their `reach`; and int64 [2], as `vanished` counts.
     """
+    if (done := compiled.add_leaves(total, leaves, 0, 2.0**lsb)) is not None:
+        return done[0] < bound, done[1]
     flat = leaves.reshape(leaves.shape[0], total.numel())
     extents, counts = [flat.new_zeros(())], [torch.zeros(2, dtype=torch.int64, device=flat.device)]
     scratch = Scratch(flat.device)
@@ -67,7 +71,7 @@ def add_leaves(total: Tensor, leaves: Tensor, lsb: int, bound: float) -> tuple[T
             continue
         adder = UnitAdder(sums.shape, lsb, scratch)
         for piece in columns.split(max(1, PIECE_ELEMENTS // sums.numel())):
-            largest, units = adder.add(piece, 0)
+            largest, units = adder.add_units(piece, 0)
             extents.append(largest)
             counts.append(vanished(piece, units))
         sums.add_(adder.total())
@@ -109,8 +113,17 @@ class UnitAdder:
         self._floats = torch.zeros(tuple(shape), dtype=torch.float64, device=device)
         self._held = 0.0  # no element of `_floats` is larger
 
-    def add(self, leaves: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    def add(self, leaves: Tensor, dim: int) -> Tensor:
         """Add leaves, which have one dimension more than the sum, at `dim`.
+
+        Returns:
+            Their largest magnitude, NaN where one is.
+        """
+        done = compiled.add_leaves(self._integers, leaves, dim, self._unit)
+        return self.add_units(leaves, dim)[0] if done is None else done[0]
+
+    def add_units(self, leaves: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """Add leaves as `add` does, in torch.
 
         Returns:
             Their largest magnitude, NaN where one is, and the leaves in units, in their own dtype: valid
@@ -118,9 +131,10 @@ class UnitAdder:
         """
         low, high = torch.aminmax(leaves)
         largest = torch.maximum(-low, high)
-        reach = leaves.shape[dim] * (float(largest) * self._unit + 1) if self._asks else math.inf
-        if reach == leaves.shape[dim]:
+        most = float(largest) if self._asks else math.inf
+        if most == 0:
             return largest, leaves  # zeros, as padding leaves them
+        reach = leaves.shape[dim] * (most * self._unit + 1)
         # Exact: the unit is a power of 2, and within any bound the product is far from overflow.
         units = torch.mul(leaves, self._unit, out=self._scratch.room(leaves.shape, leaves.dtype)).round_()
         if not reach < _FLOAT64_UNITS:

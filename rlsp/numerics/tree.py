@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlsp.numerics import compiled
+
 
 def tree_sum(x: Tensor) -> Tensor:
     """Sum the leading dimension by a balanced binary tree of adjacent pairs.
@@ -19,6 +21,8 @@ def tree_sum(x: Tensor) -> Tensor:
     Returns:
         The sum, shape [...], same dtype.
     """
+    if (done := compiled.tree_sum(x)) is not None:
+        return done
     while x.shape[0] > 1:
         pairs = x.shape[0] // 2
         summed = x[0 : 2 * pairs : 2] + x[1 : 2 * pairs : 2]

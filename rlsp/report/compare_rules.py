@@ -25,6 +25,7 @@ FREE_KEYS = frozenset(
         "cluster",
         "diagnose",
         "export",
+        "numerics.compiled",
         "task.timeout_s",
     }
 )

@@ -16,7 +16,7 @@ from rlsp.report.documents import Document
 from rlsp.report.files import sha256_file
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_SOURCE_SUFFIXES = frozenset({".py", ".yaml"})
+_SOURCE_SUFFIXES = frozenset({".py", ".yaml", ".c"})
 _GIT_TIMEOUT_S = 30.0
 # The vector units that choose a kernel; the other hundred flags say nothing about bits.
 _CPU_FLAGS = (
@@ -78,7 +78,7 @@ def code_revision(package: Path = _PACKAGE) -> CodeRevision:
 
 
 def source_hash(package: Path = _PACKAGE) -> str:
-    """Hash the package's own source and YAML files by path and content; ranks compare it."""
+    """Hash the package's own Python, C and YAML files by path and content; ranks compare it."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*")):
         if path.suffix in _SOURCE_SUFFIXES and path.is_file():

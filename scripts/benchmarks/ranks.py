@@ -47,12 +47,15 @@ def rank_function(body: Body) -> Callable[[Job, Place], None]:
 
     def live(job: Job, place: Place) -> None:
         from rlsp import determinism
+        from rlsp.model.assemble import exact_compiled
+        from rlsp.numerics.compiled import using
         from rlsp.run import join
 
         options = json.loads((Path(job.run_dir) / "options.json").read_text())
         with determinism.apply(job.config.numerics.threads, job.config.device.kind.value):
-            join(job.config, place)
-            result = body(job.config, place, options)
+            join(job, place)
+            with using(exact_compiled(job.config)):
+                result = body(job.config, place, options)
         _result(job, place.rank).write_text(json.dumps(result))
 
     return live

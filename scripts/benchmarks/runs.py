@@ -56,7 +56,7 @@ def evidence_share() -> tuple[float, str]:
     with tempfile.TemporaryDirectory(prefix="rlsp-bench-") as folder:
         job = Job(config, "bench", folder, (), ("rlsp",), datetime.now(UTC).isoformat())
         owner: dict[str, float] = {}
-        targets = [(launch.manifest, "begin"), (launch, "conclude"), (launch, "open_tracker")]
+        targets = [(launch, "begin"), (launch, "conclude"), (launch, "open_tracker")]
         started = time.monotonic()
         with redirect_stdout(StringIO()), _timed(targets, owner), _timed_finish(owner):
             status = launch.execute(job, entry="benchmarks.runs:timed_rank")

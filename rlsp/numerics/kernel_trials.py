@@ -1,0 +1,132 @@
+"""Try every compiled kernel against the torch code that defines it, and allow those whose bits agree.
+
+Operands have ties, cancelling addends, both zeros, NaN, infinities, subnormals and huge numbers, and shapes
+with every kind of tail: a kernel that rounds, orders or counts otherwise shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rlsp.bits import row_digest, same_bits, shard_hashes
+from rlsp.numerics.compiled import TORCH, Kernel, Kernels, using
+from rlsp.numerics.fixed import Scratch, UnitAdder, add_leaves, leaf_bound
+from rlsp.numerics.operands import noise
+from rlsp.numerics.tree import tree_sum
+
+_CPU = torch.device("cpu")
+_LSB = 40
+_BOUND = leaf_bound(_LSB, 16)
+_TIES = (0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.75, -0.25, 3.0, 2.0**23 + 0.5)  # in units
+_SMALL = (0.0, -0.0, 2.0**-149, -(2.0**-149), 2.0**-126, -(2.0**-130))
+_LARGE = (2.0**17 - 2.0**-7, -(2.0**17) + 2.0**-7)  # of the sums; in units, beyond what float64 adds exactly
+_BROKEN = (float("nan"), float("inf"), float("-inf"), 3e38, -3e38, 2.0**30)
+_WIDTHS = (1, 3, 8, 17, 64, 700, 2049)
+
+Outputs = tuple[Tensor, ...]
+Trial = Callable[[], Outputs]
+
+
+def exact_kernels(kernels: Kernels) -> frozenset[Kernel]:
+    """Return the kernels that leave the bits of their definitions on every operand."""
+    return frozenset(
+        kernel for kernel in kernels.allowed if _exact(kernels.only(frozenset({kernel})), kernel)
+    )
+
+
+def _exact(alone: Kernels, kernel: Kernel) -> bool:
+    for call in _TRIALS[kernel]():
+        with using(TORCH):
+            want = call()
+        with using(alone):
+            got = call()
+        if not all(same_bits(a, b) for a, b in zip(got, want, strict=True)):
+            return False
+    return True
+
+
+def _planted(shape: tuple[int, ...], seed: int, values: tuple[float, ...]) -> Tensor:
+    """Return noise of many magnitudes, every fifth element of it from `values`."""
+    x = noise(seed, shape, _CPU) * torch.exp2(noise(seed + 1, shape, _CPU) * 20 - 20)
+    flat = x.view(-1)
+    flat[::5] = torch.tensor(values).repeat(len(flat[::5]) // len(values) + 1)[: len(flat[::5])]
+    return x
+
+
+def _sums() -> Iterator[Trial]:
+    """Add leaves as they come: contiguous, transposed, at an inner dimension; then out of bound."""
+    fine = tuple(tie * 2.0**-_LSB for tie in _TIES) + _SMALL + _LARGE
+    for width in _WIDTHS:
+        leaves = _planted((9, 2, 5, width), width, fine)
+        yield partial(_added, leaves)
+        yield partial(_added, leaves.transpose(1, 2))
+        yield partial(_added_inside, leaves)
+        yield partial(_added, -leaves.flip(0))
+    for value in _BROKEN:
+        broken = _planted((3, 2, 40), 7, (*fine, value))
+        yield partial(_seen, broken)
+
+
+def _added(leaves: Tensor) -> Outputs:
+    total = torch.arange(leaves[0].numel()).view(leaves.shape[1:]).contiguous()
+    return total, *add_leaves(total, leaves, _LSB, _BOUND)
+
+
+def _seen(leaves: Tensor) -> Outputs:
+    """Leave the sum out: what does not fit has no integer."""
+    return _added(leaves)[1:]
+
+
+def _added_inside(leaves: Tensor) -> Outputs:
+    adder = UnitAdder((leaves.shape[0], *leaves.shape[2:]), _LSB, Scratch(_CPU))
+    largest = [adder.add(part, 1).abs() for part in (leaves, leaves * 0.5, leaves * 0)]
+    return adder.total(), *largest
+
+
+def _hashes() -> Iterator[Trial]:
+    for width in _WIDTHS:
+        x = _planted((3, width), width, _SMALL + _BROKEN)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            yield partial(_hashed, x.to(dtype))
+
+
+def _hashed(x: Tensor) -> Outputs:
+    return shard_hashes(x), shard_hashes(x[:, ::2])
+
+
+def _digests() -> Iterator[Trial]:
+    for width in _WIDTHS:
+        x = _planted((5, width), width, _SMALL + _BROKEN)
+        for dtype in (torch.float32, torch.bfloat16):
+            for valid in (7 + width, 7 + width // 2):
+                yield partial(_digested, x.to(dtype), valid)
+
+
+def _digested(x: Tensor, valid: int) -> Outputs:
+    return row_digest(x, 7, valid), row_digest(x[:, ::2], 0, valid)
+
+
+def _trees() -> Iterator[Trial]:
+    """Sum leaves that cancel but for rounding, then those with infinities and NaN of either sign."""
+    for count in (2, 3, 4, 7, 8, 16, 64):
+        for width in _WIDTHS:
+            x = _planted((count, width), count, _SMALL)
+            whole = torch.cat((x, -x.flip(0)))[:64]
+            broken = _planted((count, width), count + width, _SMALL + _BROKEN + (-float("nan"),))
+            yield partial(_summed, whole, broken)
+
+
+def _summed(*leaves: Tensor) -> Outputs:
+    return tuple(tree_sum(x) for x in leaves)
+
+
+_TRIALS: dict[Kernel, Callable[[], Iterator[Trial]]] = {
+    Kernel.ADD_LEAVES: _sums,
+    Kernel.SHARD_HASHES: _hashes,
+    Kernel.ROW_DIGEST: _digests,
+    Kernel.TREE_SUM: _trees,
+}
