@@ -61,7 +61,7 @@ def add_leaves(total: Tensor, leaves: Tensor, lsb: int, bound: float) -> tuple[T
         Their `reach`; and int64 [2], as `vanished` counts.
     """
     if (done := compiled.add_leaves(total, leaves, 0, 2.0**lsb)) is not None:
-        return done[0] < bound, done[1]
+        return done[0] / bound, done[1]
     flat = leaves.reshape(leaves.shape[0], total.numel())
     extents, counts = [flat.new_zeros(())], [torch.zeros(2, dtype=torch.int64, device=flat.device)]
     scratch = Scratch(flat.device)
