@@ -14,9 +14,10 @@ from model_helpers import alone, mesh_of
 from ranks import run_ranks
 from torch import Tensor
 
-from rlsp import determinism
+from rlsp import determinism, run
 from rlsp.bits import row_digest, same_bits, shard_hashes
-from rlsp.config import Config
+from rlsp.board import Board, Place
+from rlsp.config import Config, Job
 from rlsp.layout import Layout
 from rlsp.model.assemble import certified_kernels
 from rlsp.numerics import compiler
@@ -24,6 +25,10 @@ from rlsp.numerics.compiled import SOURCE, TORCH, Kernel, Kernels, load, running
 from rlsp.numerics.fixed import Scratch, UnitAdder, add_leaves, leaf_bound
 from rlsp.numerics.kernel_trials import exact_kernels
 from rlsp.numerics.tree import tree_sum
+from rlsp.report import manifest
+from rlsp.report.compare_rules import result_hash
+from rlsp.report.manifest import Manifest, StartupFacts
+from rlsp.report.records import ConsistencyReport, RolloutRecord
 
 Compose = Callable[..., Config]
 LSB = 40
@@ -339,3 +344,46 @@ def test_the_switch_keeps_a_run_in_torch(
     assert certified_kernels(compose(), alone()).allowed == frozenset(Kernel)
     off = certified_kernels(compose("numerics.compiled=false"), alone())
     assert (off.library, off.allowed, off.origin) == (None, frozenset(), "numerics.compiled=false")
+
+
+STARTED = "2026-01-01T00:00:00+00:00"
+
+
+def live(rank: int, world: int, job: Job) -> None:
+    board = Board.join(Path(job.run_dir) / "logs" / "board", world).writer(rank)
+    run.live(job, Place(rank=rank, world_size=world, local_rank=rank, init_method="", board=board))
+
+
+def ran(folder: Path, config: Config) -> tuple[Manifest, StartupFacts, RolloutRecord]:
+    """Live a run of one rollout and return what it wrote."""
+    job = Job(config, "20260101-000000-abcdef", str(folder), (), ("rlsp",), STARTED)
+    (folder / "logs").mkdir(parents=True)
+    Board.create(folder / "logs" / "board", config.world_size)
+    manifest.begin(job, {})
+    run_ranks(config.world_size, live, job, timeout_s=300)
+    wrote = Manifest.read(folder / "manifest.json")
+    assert wrote.startup is not None
+    return wrote, wrote.startup, ConsistencyReport.read(folder / "consistency.json").rollouts[0]
+
+
+def test_a_run_leaves_the_same_digests_on_either_path_and_says_which(
+    kernels: Kernels, compose: Compose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    small = ("task=arithmetic", "num_rollouts=1", "prompts_per_rollout=2", "samples_per_prompt=2")
+    sides = [
+        ran(tmp_path / switch, compose(*small, "max_response_tokens=20", f"numerics.compiled={switch}"))
+        for switch in ("true", "false")
+    ]
+    (wrote, on, compiled_run), (other, off, torch_run) = sides
+    paths = [
+        {name: path for name, path in side.paths.items() if name.startswith("kernel ")} for side in (on, off)
+    ]
+    assert paths == [{f"kernel {kernel.value}": path for kernel in Kernel} for path in ("compiled", "torch")]
+    assert (on.certificate["compiled"], off.certificate["compiled"]) == (
+        kernels.origin,
+        "numerics.compiled=false",
+    )
+    assert on.contract_hash == off.contract_hash
+    assert result_hash(wrote.config) == result_hash(other.config)
+    assert compiled_run == torch_run
