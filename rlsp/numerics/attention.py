@@ -16,9 +16,8 @@ from rlsp.numerics.elementwise import MASKED
 from rlsp.numerics.fixed import Scratch, UnitAdder, reach
 from rlsp.numerics.products import WIDE_ROWS, Products, fresh, widened
 
-
 SCORES = 1 << 24
-"""Of cached attention, computed at once: the prompt of a prefill is cut, or its scores would fill the memory."""
+"""Of cached attention, computed at once: a long prompt is cut, or its scores would fill the memory."""
 
 
 @dataclass(frozen=True)
