@@ -172,9 +172,9 @@ class Checkpoints:
         return found
 
     def _asked_to_stop(self) -> bool:
-        """Ask rank 0 whether the owner wants the run to stop, so that all ranks stop at one point."""
-        asked = torch.tensor([int(self._board.stop_asked())], dtype=torch.int64, device=self._device)
-        return bool(collectives.broadcast(asked, self._mesh.world, source=0).item())
+        """Ask all ranks whether any machine wants the run to stop, so that all stop at one point."""
+        asked = torch.tensor([self._board.stop_asked()], dtype=torch.uint8, device=self._device)
+        return bool(collectives.gather(asked, self._mesh.world).any().item())
 
 
 def _saved(job: Job) -> Checkpoint | None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +20,7 @@ from faults.command import SMALL, begin, go_on
 from faults.nodes import on_both
 from faults.plant import Plant
 from faults.trial import equals
-from launch_owner import job_of_two_ranks
+from launch_owner import environment, job_of_two_ranks
 from segment_runs import flip
 from test_cluster import LOOPBACK, free_port
 from test_resume_command import cut_off
@@ -60,12 +64,19 @@ def test_a_run_goes_on_from_one_machine_on_two_and_back_as_if_nothing_had_happen
     assert "rollouts/00002.safetensors" in equals(run, whole)
 
 
-def test_a_run_begun_on_two_machines_is_extended_on_two_in_another_layout(tmp_path: Path) -> None:
+def test_a_signal_to_any_machine_lets_the_rollout_be_saved_and_all_go_on_in_another_layout(
+    tmp_path: Path,
+) -> None:
     run, whole = tmp_path / "run", tmp_path / "whole"
-    small = (*SMALL, f"hydra.run.dir={run}", f"parallel={TP}", *SHARED)
-    assert [end.status for end in on_both(run, (*small, "num_rollouts=2", "checkpoint.every=2"))] == [0, 0]
-    ends = on_both(run, (f"resume={run}", "num_rollouts=3", f"parallel={CP}"))
+    small = (*SMALL, f"hydra.run.dir={run}", f"parallel={TP}", *SHARED, "num_rollouts=3")
+    preempted = Plant("SIGTERM", "rollout 0: update", 1, calls=3)
+    ends = on_both(run, small, {1: [preempted]})
+    assert [end.status for end in ends] == [1, 1], [end.output for end in ends]
+    assert "aborted: stopped by another machine, saved after rollout 0" in ends[0].output
+    assert "ranks 1 to 1: stopping once this rollout is done and saved" in ends[1].output
+    ends = on_both(run, (f"resume={run}", f"parallel={CP}"))
     assert [end.status for end in ends] == [0, 0], [end.output for end in ends]
+    assert manifest.Manifest.read(run / "manifest.json").first_rollout == 1
     assert begin(whole, "num_rollouts=3", f"parallel={ONE}").end().status == 0
     assert equals(run, whole) == ""
     ends = on_both(run, (f"resume={run}",))
@@ -281,3 +292,36 @@ def test_without_a_shared_folder_the_refusals_name_the_way_out(assisted: Console
     assert assisted("resume=run", *alone, "cluster.node=1") == 2
     assert "cluster.shared_folder=true, where all machines see the run folder" in assisted.errors
     assert not (assisted.folder / "run.node-1").exists()
+
+
+def test_torchrun_starts_a_run_that_lost_a_machine_again_and_it_goes_on(tmp_path: Path) -> None:
+    run, whole, port = tmp_path / "run", tmp_path / "whole", free_port()
+    agent = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=2", "--master-addr=127.0.0.1"]
+    given = (*SMALL, *LONG, f"parallel={TP}", "cluster=torchrun", "cluster.shared_folder=true")
+    agents = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", *agent, f"--master-port={port}"),
+                *(f"--node-rank={node}", "-m", "rlsp", *given, "resume=auto", f"hydra.run.dir={run}"),
+            ],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    while not (run / "checkpoints" / "00001").exists():
+        assert agents[1].poll() is None, agents[1].communicate()
+        time.sleep(0.05)
+    (owner,) = Path(f"/proc/{agents[1].pid}/task/{agents[1].pid}/children").read_text().split()
+    os.kill(int(owner), signal.SIGKILL)
+    outputs = [process.communicate(timeout=480)[0] for process in agents]
+    assert [process.returncode for process in agents] == [0, 0], outputs
+    segments = manifest.Manifest.read(run / "manifest.json").segments
+    assert [at.begun_by.value for at in segments] == ["started", "resumed"]
+    assert segments[1].first_rollout > 0
+    assert segments[1].config["cluster"]["attempt"] == 1
+    assert begin(whole, *LONG, f"parallel={ONE}").end().status == 0
+    assert equals(run, whole) == ""
