@@ -65,7 +65,7 @@ def execute(job: Job, entry: str = RUN_RANK) -> int:
             stopped = wake.received is not None and abort is not None
             wake.release()  # from here on the user may break off at once
             details = abort.lines if abort else ()
-            how = hint(Path(job.run_dir)) if judgement.verdict is Verdict.ABORTED else None
+            how = hint(job) if judgement.verdict is Verdict.ABORTED else None
             progress.show(console, progress.summary(job, judgement, _total(job), details, how))
             tracker.finish(judgement)
     if said := tracker.warning or tracker.url:

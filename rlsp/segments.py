@@ -135,10 +135,14 @@ def begin(job: Job, environment: Mapping[str, str], begun_by: Beginning | None =
     return manifest.begin(job, environment_switches(environment), begun_by)
 
 
-def hint(run_dir: Path) -> str:
+def hint(job: Job) -> str:
     """Say how a run that was aborted goes on."""
+    cluster, run_dir = job.config.cluster, Path(job.run_dir)
     try:
         resumed, _ = continuation(run_dir)
     except EvidenceError as error:
         return f"it cannot be resumed: {'; '.join(str(error).splitlines())}"
-    return f"resume with: rlsp resume={short(run_dir)}  (goes on at rollout {resumed.rollout})"
+    together = cluster.nodes > 1 and cluster.shared_folder
+    given = " cluster.nodes=1" if cluster.nodes > 1 and not together else ""
+    where = "on every machine; " if together else ""
+    return f"resume with: rlsp resume={short(run_dir)}{given}  ({where}goes on at rollout {resumed.rollout})"

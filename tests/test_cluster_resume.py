@@ -32,6 +32,8 @@ from rlsp.rendezvous import RendezvousError, meet
 from rlsp.report import checkpoint, manifest
 from rlsp.report.checkpoint import Checkpoint, ShardEntry
 from rlsp.report.files import EvidenceError, sha256_file
+from rlsp.segments import begin as begin_segment
+from rlsp.segments import hint
 
 SHARED = ("cluster.nodes=2", LOOPBACK, "cluster.shared_folder=true")
 LONG = ("num_rollouts=5", "checkpoint.every=1")
@@ -47,7 +49,7 @@ def test_a_run_goes_on_from_one_machine_on_two_and_back_as_if_nothing_had_happen
     assert begin(run, *LONG, f"parallel={ONE}", plants=[lost(1, 0)]).end().status == KILLED
     ends = on_both(run, (f"resume={run}", f"parallel={TP}", *SHARED), {1: [lost(2, 1)]})
     assert [end.status for end in ends] == [1, KILLED], [end.output for end in ends]
-    assert f"resume with: rlsp resume={run.name}  (goes on at rollout 2)" in ends[0].output
+    assert f"resume with: rlsp resume={run.name}  (on every machine; goes on at rollout 2)" in ends[0].output
     saved = Checkpoint.read(run / "checkpoints" / "00002" / "checkpoint.json")
     assert (saved.layout["tp"], len(saved.files)) == (2, 2)  # each machine wrote a file
     ends = on_both(run, (f"resume={run}", f"parallel={CP}"), {0: [None, None, lost(3, 0)]})
@@ -242,6 +244,22 @@ def test_no_checkpoint_gets_its_name_before_every_file_is_there_as_it_was_writte
     assert names[1] not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "how"),
+    [
+        (("cluster.nodes=1",), "rlsp resume={}  (goes on at rollout 0)"),
+        (SHARED, "rlsp resume={}  (on every machine; goes on at rollout 0)"),
+        (SHARED[:2], "rlsp resume={} cluster.nodes=1  (goes on at rollout 0)"),
+    ],
+)
+def test_an_aborted_run_says_how_it_goes_on(
+    compose: Callable[..., Config], tmp_path: Path, given: tuple[str, ...], how: str
+) -> None:
+    job = job_of_two_ranks(compose, tmp_path / "run", *given)
+    manifest.begin(job, {})
+    assert hint(job) == f"resume with: {how.format(job.run_dir)}"
+
+
 @pytest.fixture
 def assisted(rlsp_command: Console, monkeypatch: pytest.MonkeyPatch) -> Console:
     """A run of `rlsp_command` in run/, and a stand-in for the launcher of other machines, too."""
@@ -273,18 +291,12 @@ def test_a_machine_composes_the_same_before_node_0_has_begun_and_after(assisted:
     given = ("resume=run", *SHARED, "parallel=cp2_tp1_sp1", "num_rollouts=9", "micro_batch_size=3")
     assisted(*given, "cluster.node=1")
     assisted(*given, "cluster.node=0")
-    begin_segment_of(assisted.jobs[-1])
+    begin_segment(assisted.jobs[-1], {})
     assisted(*given, "cluster.node=1")
     before, node_0, after = assisted.jobs[-3:]
     assert before.config == after.config
     assert node_0.resumed == Resumption(0, None, None)
     assert node_0.config == replace(before.config, cluster=replace(before.config.cluster, node=0))
-
-
-def begin_segment_of(job: Job) -> None:
-    from rlsp.segments import begin as begin_segment
-
-    begin_segment(job, {})
 
 
 def test_without_a_shared_folder_the_refusals_name_the_way_out(assisted: Console) -> None:
