@@ -120,7 +120,7 @@ class Checkpoints:
         if self._mesh.world.index == 0:
             sync(run_dir / METRICS_NAME)
             document = self._document(rollouts, digests, hashes)
-            if self._job.config.cluster.nodes > 1:
+            if self._mesh.tp.size > len(self._job.config.local_ranks):  # other machines wrote some of them
                 require_files(partial_path(run_dir, rollouts), document)
             commit(run_dir, document, self._job.config.checkpoint.keep)
 

@@ -10,8 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from command import Console
@@ -21,7 +23,7 @@ from faults.nodes import on_both
 from faults.plant import Plant
 from faults.trial import equals
 from launch_owner import environment, job_of_two_ranks
-from segment_runs import flip
+from segment_runs import flip, segment
 from test_cluster import LOOPBACK, free_port
 from test_resume_command import cut_off
 
@@ -30,7 +32,7 @@ from rlsp.cards import NodeCard
 from rlsp.config import Config, Job, Resumption
 from rlsp.rendezvous import RendezvousError, meet
 from rlsp.report import checkpoint, manifest
-from rlsp.report.checkpoint import Checkpoint, ShardEntry
+from rlsp.report.checkpoint import Checkpoint, ShardEntry, numbered
 from rlsp.report.files import EvidenceError, sha256_file
 from rlsp.segments import begin as begin_segment
 from rlsp.segments import hint
@@ -242,6 +244,22 @@ def test_no_checkpoint_gets_its_name_before_every_file_is_there_as_it_was_writte
     assert "shards-0000.safetensors cannot be read: No such file" in str(error.value)
     assert "shards-0002.safetensors has another SHA-256" in str(error.value)
     assert names[1] not in str(error.value)
+
+
+def hash_wrongly(rank: int) -> AbstractContextManager[object]:
+    """Let rank 1 say another hash of its file than node 0 will find."""
+    return mock.patch("rlsp.checkpoints.sha256_file", return_value="0" * 64) if rank else nullcontext()
+
+
+def test_a_file_of_another_machine_that_node_0_sees_otherwise_ends_the_run_without_a_checkpoint(
+    compose: Callable[..., Config], tmp_path: Path
+) -> None:
+    small = ("num_rollouts=1", "checkpoint.every=1")
+    with pytest.raises(EvidenceError, match=r"shards-0001\.safetensors has another SHA-256"):
+        segment(tmp_path / "two", compose, "tp2_sp2", *small, *SHARED, plant=hash_wrongly)
+    assert numbered(tmp_path / "two") == {}
+    segment(tmp_path / "one", compose, "tp2_sp2", *small, plant=hash_wrongly)  # one machine trusts itself
+    assert list(numbered(tmp_path / "one")) == [1]
 
 
 @pytest.mark.parametrize(

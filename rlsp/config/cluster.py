@@ -30,7 +30,7 @@ CLUSTER_RULES = (
         lambda _: "the name or address of node 0, as the other machines reach it",
     ),
     CrossRule(
-        ("checkpoint.every", "cluster.nodes", *WORLD),
+        ("checkpoint.every", "cluster.nodes", "cluster.shared_folder", *WORLD),
         lambda c: _sees_all(c) or not c.checkpoint.every or c.parallel.tp <= len(c.local_ranks),
         lambda c: (
             f"0 (node 0 writes checkpoints, and not all parallel.tp={c.parallel.tp} shards are there), "
@@ -38,7 +38,7 @@ CLUSTER_RULES = (
         ),
     ),
     CrossRule(
-        ("resume", "cluster.nodes"),
+        ("resume", "cluster.nodes", "cluster.shared_folder"),
         lambda c: _sees_all(c) or c.resume is None,
         lambda c: f"null (with cluster.nodes={c.cluster.nodes}: only node 0 has the checkpoints), {_WAY_OUT}",
     ),
