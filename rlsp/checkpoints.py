@@ -26,6 +26,7 @@ from rlsp.report.checkpoint import (
     commit,
     file_name,
     partial_path,
+    require_files,
 )
 from rlsp.report.compare_rules import continuation_hash
 from rlsp.report.files import sha256_file, sync
@@ -84,7 +85,7 @@ class Checkpoints:
         saved = self._saved
         if saved is None:
             return 0
-        folder = checkpoint_path(self._job.run_dir, saved.rollouts)
+        folder = checkpoint_path(self._job.saved_dir, saved.rollouts)
         files = [ShardFile(folder / name, entry.first, entry.end) for name, entry in saved.files.items()]
         read_shards(files, self._state(), self._shards)
         self._trainer.optimizer.steps = saved.optimizer_steps
@@ -107,7 +108,7 @@ class Checkpoints:
 
     def _save(self, rollouts: int) -> None:
         """Write this rank's shards, tell rank 0 their hash, and let it give the checkpoint its name."""
-        run_dir, digests, mine = Path(self._job.run_dir), self._digests(), bytes(_SHA256_BYTES)
+        run_dir, digests, mine = Path(self._job.saved_dir), self._digests(), bytes(_SHA256_BYTES)
         if self._mesh.token.index == 0:
             path = partial_path(run_dir, rollouts) / file_name(self._mesh.tp.index)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,6 +120,8 @@ class Checkpoints:
         if self._mesh.world.index == 0:
             sync(run_dir / METRICS_NAME)
             document = self._document(rollouts, digests, hashes)
+            if self._mesh.tp.size > len(self._job.config.local_ranks):  # other machines wrote some of them
+                require_files(partial_path(run_dir, rollouts), document)
             commit(run_dir, document, self._job.config.checkpoint.keep)
 
     def _document(self, rollouts: int, digests: dict[str, str], hashes: list[str]) -> Checkpoint:
@@ -169,16 +172,16 @@ class Checkpoints:
         return found
 
     def _asked_to_stop(self) -> bool:
-        """Ask rank 0 whether the owner wants the run to stop, so that all ranks stop at one point."""
-        asked = torch.tensor([int(self._board.stop_asked())], dtype=torch.int64, device=self._device)
-        return bool(collectives.broadcast(asked, self._mesh.world, source=0).item())
+        """Ask all ranks whether any machine wants the run to stop, so that all stop at one point."""
+        asked = torch.tensor([self._board.stop_asked()], dtype=torch.uint8, device=self._device)
+        return bool(collectives.gather(asked, self._mesh.world).any().item())
 
 
 def _saved(job: Job) -> Checkpoint | None:
     """Read what the checkpoint says that the job goes on from."""
     if job.resumed is None or job.resumed.checkpoint is None:
         return None
-    document = Checkpoint.read(checkpoint_path(job.run_dir, job.resumed.rollout) / DOCUMENT_NAME)
+    document = Checkpoint.read(checkpoint_path(job.saved_dir, job.resumed.rollout) / DOCUMENT_NAME)
     if document.digest() != job.resumed.digest:
         raise CheckpointError(f"{FOLDER}/{job.resumed.checkpoint} is another one than the job says")
     return document

@@ -29,7 +29,7 @@ from rlsp.report.recorder import CONSISTENCY_NAME
 from rlsp.report.records import ConsistencyReport, TotalEvidence
 from rlsp.report.tracker import open_tracker
 from rlsp.report.warmup import read_warmup
-from rlsp.segments import Patience, begin, hint, stopped_early, supervise_all
+from rlsp.segments import Patience, Say, begin, hint, stopped_early, supervise_all
 from rlsp.worker import RUN_RANK, board_path, error_path, host_log_path
 
 _TICK_S = 0.25
@@ -65,7 +65,7 @@ def execute(job: Job, entry: str = RUN_RANK) -> int:
             stopped = wake.received is not None and abort is not None
             wake.release()  # from here on the user may break off at once
             details = abort.lines if abort else ()
-            how = hint(Path(job.run_dir)) if judgement.verdict is Verdict.ABORTED else None
+            how = hint(job) if judgement.verdict is Verdict.ABORTED else None
             progress.show(console, progress.summary(job, judgement, _total(job), details, how))
             tracker.finish(judgement)
     if said := tracker.warning or tracker.url:
@@ -105,7 +105,7 @@ def _supervise(
         return launcher_failed(error), error
 
 
-def compute(job: Job, entry: str) -> Abort | None:
+def compute(job: Job, entry: str, say: Say | None = None) -> Abort | None:
     """Start the ranks of a job that is no run, wait for them, and say why they did not end well.
 
     Nothing is judged, mirrored or shown: what the ranks leave in the job's folder is the caller's.
@@ -113,20 +113,23 @@ def compute(job: Job, entry: str) -> Abort | None:
     Args:
         job: Names config and folder, which may hold what the ranks are to read.
         entry: The function that each rank runs, as module:function.
+        say: Tells the user what a signal waits for, where it lets the ranks finish their rollout and save it;
+            None: it stops them at once.
 
     Raises:
         KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP came; no rank is left.
     """
-    environment = environment_of(job.config)
+    environment, board = environment_of(job.config), _prepare(job)
+    patience = None if say is None else Patience(job.config, board, say)
     with (
         waking(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as wake,
         meeting_of(job.config) as meeting,
-        Ranks(job, _prepare(job), environment, entry, meeting) as ranks,
+        Ranks(job, board, environment, entry, meeting) as ranks,
     ):
         running = True
         while running:
             running = ranks.listen(wake, _TICK_S)
-            if wake.received is not None:
+            if patience.is_over(wake.signals) if patience else wake.signals:
                 ranks.stop()
         abort = ranks.end(wake.received.name if wake.received else None, None)
     if wake.received is not None:

@@ -22,12 +22,13 @@ def assist(job: Job, entry: str = RUN_RANK) -> int:
         0 where every rank did its work, whatever the verdict, which node 0 has; 1 where one did not.
 
     Raises:
-        KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP came; no rank is left here, and node 0 aborts the run.
+        KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP came; no rank is left here, and node 0 aborts the run,
+            saved where there was time for it.
     """
     cluster, ranks = job.config.cluster, job.config.local_ranks
     here = f"node {cluster.node} of {cluster.nodes}, ranks {ranks[0]} to {ranks[-1]}"
     print(f"{here}: the run is owned by node 0 at {cluster.host}:{cluster.port}", flush=True)
-    abort = compute(job, entry)
+    abort = compute(job, entry, lambda text: print(f"{here}: {text}", flush=True))
     if abort is not None:
         lines = [f"{here}: {abort.reason}", *abort.lines]
         (Path(job.run_dir) / "logs" / "abort.txt").write_text("\n".join([*lines, ""]))

@@ -3,78 +3,47 @@
 Everything goes through a store of `torch.distributed` at the address of node 0, before there is a process
 group: the first rank of every machine leaves a card there, rank 0 compares them all and answers all. Nothing
 is assumed to be equal, so no collective is entered in different layouts, and nothing waits without a limit.
+
+Where a run goes on is node 0's to say. Its card is the first, and is written once its folder is rewound and
+has the new segment; another machine takes the point from there, whatever it saw in that folder before, and
+puts into its own card what it reads of it.
 """
 
 from __future__ import annotations
 
 import json
-import platform
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
 from rlsp.board import BoardWriter, Place
+from rlsp.cards import NodeCard, card_of, differences, seen, stated
 from rlsp.config import ClusterConfig, Job
-from rlsp.config.agreed import agreed
-from rlsp.report.provenance import source_hash
 
-_PACKAGES = ("torch", "megatron-core", "numpy")
 NODES_NAME = "nodes.json"
 _TICK_S = 0.2
 _LINGER_S = 5.0
-_SHOWN = 6
+_APPEARS_S = 60.0  # a network file system may show a new file late: NFS keeps what it saw for half as long
 
 
 class RendezvousError(RuntimeError):
     """The machines of a run did not come together, or are not alike; on every rank that came."""
 
 
-@dataclass(frozen=True)
-class NodeCard:
-    """What one machine says about itself.
-
-    Attributes:
-        node: Its number.
-        host: Its name.
-        first_rank: The first of its ranks.
-        last_rank: The last of them.
-        run_dir: Where its logs are.
-        facts: What must be the same on all machines, by name: config, code, versions.
-    """
-
-    node: int
-    host: str
-    first_rank: int
-    last_rank: int
-    run_dir: str
-    facts: Mapping[str, Any]
-
-    def describe(self) -> str:
-        """Name the machine."""
-        return f"node {self.node} ({self.host})"
-
-
-def card_of(job: Job) -> NodeCard:
-    """Write this machine's card."""
-    ranks = job.config.local_ranks
-    facts = agreed(job.config)
-    facts["code"] = source_hash()[:16]
-    facts["python"] = platform.python_version()
-    facts |= {package: version(package) for package in _PACKAGES}
-    return NodeCard(job.config.cluster.node, socket.gethostname(), ranks[0], ranks[-1], job.run_dir, facts)
-
-
-def join(job: Job, place: Place) -> None:
+def join(job: Job, place: Place) -> Job:
     """Meet the other machines, open the process group over all ranks, and note who is who.
+
+    Returns:
+        The job; where all machines see the run folder, with that folder and with the point from which node 0
+        goes on.
 
     Raises:
         RendezvousError: As `meet` does.
@@ -90,9 +59,13 @@ def join(job: Job, place: Place) -> None:
         timeout=timedelta(seconds=config.launch.timeout_s),
     )
     if place.rank == 0:
-        nodes = [{name: value for name, value in asdict(card).items() if name != "facts"} for card in cards]
+        kept = ("node", "host", "first_rank", "last_rank", "run_dir")
+        nodes = [{name: getattr(card, name) for name in kept} for card in cards]
         # In logs/: a manifest, which may be published, names no machine.
         (Path(job.run_dir) / "logs" / NODES_NAME).write_text(json.dumps(nodes, indent=2) + "\n")
+    if config.cluster.node and config.cluster.shared_folder:
+        return replace(job, resumed=cards[0].resumed, owner_dir=cards[0].run_dir)
+    return job
 
 
 def meet(job: Job, place: Place) -> tuple[Store, tuple[NodeCard, ...]]:
@@ -103,11 +76,12 @@ def meet(job: Job, place: Place) -> tuple[Store, tuple[NodeCard, ...]]:
     Raises:
         RendezvousError: A machine is missing after `cluster.wait_s`, came twice, or differs from node 0.
     """
-    cluster, mine = job.config.cluster, card_of(job)
+    cluster, first_rank = job.config.cluster, job.config.local_ranks[0]
     wait = _Wait(place.board, cluster.wait_s)
     store = PrefixStore(f"rlsp/{cluster.attempt}", _open_store(cluster, place, wait))
     try:
-        if place.rank == mine.first_rank:
+        mine = card_of(job, _found(job, place, store, wait))
+        if place.rank == first_rank:
             if store.add(f"count/{cluster.node}", 1) > 1:
                 raise RendezvousError(_twice(cluster.node))
             store.set(f"card/{cluster.node}", json.dumps(asdict(mine)))
@@ -115,18 +89,35 @@ def meet(job: Job, place: Place) -> tuple[Store, tuple[NodeCard, ...]]:
             store.set("answer", _collected(store, cluster.nodes, wait))
         wait.until(lambda: store.check(["answer"]), f"node 0 at {cluster.host}:{cluster.port} to answer")
         answer = json.loads(store.get("answer"))
-        if place.rank == mine.first_rank:
+        if place.rank == first_rank:
             store.add("heard", 1)
         if place.rank == 0 and answer["faults"]:
             _linger(store, cluster.nodes)
     except DistError as error:
         raise RendezvousError(f"the machines lost each other while they met: {_first_line(error)}") from error
-    cards = tuple(NodeCard(**card) for card in answer["cards"])
+    cards = tuple(map(NodeCard.read, answer["cards"]))
     # Node 0 need not know of this machine at all: it may count fewer, or stand for another run.
-    faults = answer["faults"] or _differences(cards[0], mine)
+    faults = answer["faults"] or differences(cards[0], mine)
     if faults:
         raise RendezvousError("; ".join(faults))
     return store, cards
+
+
+def _found(job: Job, place: Place, store: Store, wait: _Wait) -> dict[str, str | None]:
+    """Say what is in the run folder: node 0 what is to be there, another machine what it sees of that."""
+    cluster = job.config.cluster
+    if not cluster.shared_folder:
+        return {}
+    if not cluster.node:
+        return stated(job)
+    wait.until(lambda: store.check(["card/0"]), f"node 0 at {cluster.host}:{cluster.port} to say what is run")
+    owner = _read(store, 0)
+    patient = _Wait(place.board, min(_APPEARS_S, cluster.wait_s / 2))
+    with suppress(RendezvousError):  # what is not there is named as a difference
+        patient.until(
+            lambda: seen(owner).items() <= owner.facts.items(), "the run folder of node 0 to appear"
+        )
+    return seen(owner)
 
 
 class _Wait:
@@ -194,7 +185,7 @@ def _collected(store: Store, nodes: int, wait: _Wait) -> str:
     if faults := twice():
         return _answer(faults, [_read(store, 0)])
     cards = [_read(store, node) for node in range(nodes)]
-    return _answer([line for card in cards[1:] for line in _differences(cards[0], card)], cards)
+    return _answer([line for card in cards[1:] for line in differences(cards[0], card)], cards)
 
 
 def _linger(store: Store, nodes: int) -> None:
@@ -210,27 +201,11 @@ def _twice(node: int) -> str:
 
 
 def _read(store: Store, node: int) -> NodeCard:
-    return NodeCard(**json.loads(store.get(f"card/{node}")))
+    return NodeCard.read(json.loads(store.get(f"card/{node}")))
 
 
 def _answer(faults: Sequence[str], cards: Sequence[NodeCard]) -> str:
     return json.dumps({"faults": list(faults), "cards": [asdict(card) for card in cards]})
-
-
-def _differences(first: NodeCard, other: NodeCard) -> list[str]:
-    """Say in one line in what a machine differs from node 0."""
-    keys = sorted(first.facts.keys() | other.facts.keys())
-    found = [
-        f"{key} is {_shown(other.facts.get(key))}, on node 0 {_shown(first.facts.get(key))}"
-        for key in keys
-        if first.facts.get(key) != other.facts.get(key)
-    ]
-    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    return [f"{other.describe()} is not like node 0: " + ", ".join(found[:_SHOWN] + more)] if found else []
-
-
-def _shown(value: object) -> str:
-    return "absent" if value is None else json.dumps(value)
 
 
 def _first_line(error: Exception) -> str:

@@ -45,8 +45,7 @@ def run_rank(job: Job, place: Place) -> None:
     """Live one rank's life: join, certify, build, then roll out and train `num_rollouts` times."""
     config = job.config
     with determinism.apply(config.numerics.threads, config.device.kind.value):
-        join(job, place)
-        live(job, place)
+        live(join(job, place), place)
 
 
 def live(job: Job, place: Place) -> None:
@@ -176,12 +175,12 @@ def device_of(config: Config, place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank)
 
 
-def join(job: Job, place: Place) -> None:
-    """Join the process group; a run of one rank has none."""
+def join(job: Job, place: Place) -> Job:
+    """Join the process group, if there is more than one rank; return the job as node 0 has it."""
     config = job.config
     if config.cluster.nodes > 1:
-        rendezvous.join(job, place)
-    elif place.world_size > 1:
+        return rendezvous.join(job, place)
+    if place.world_size > 1:
         dist.init_process_group(
             config.device.backend,
             init_method=place.init_method,
@@ -189,6 +188,7 @@ def join(job: Job, place: Place) -> None:
             world_size=place.world_size,
             timeout=timedelta(seconds=config.launch.timeout_s),
         )
+    return job
 
 
 def sequences_of(config: Config, task: Task, rollout: int) -> list[Sequence]:

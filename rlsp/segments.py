@@ -55,7 +55,8 @@ class Patience:
 
     def _grant_s(self) -> float:
         checkpoint = self._config.checkpoint
-        if not checkpoint.every or not self._board.slot(0).phase.startswith(_AT_WORK):
+        first = self._config.local_ranks[0]
+        if not checkpoint.every or not self._board.slot(first).phase.startswith(_AT_WORK):
             return 0.0
         self._board.ask_to_stop()
         self._say(
@@ -99,9 +100,11 @@ def stopped_early(job: Job, stopped_by: str | None, total: TotalEvidence | None)
 
     Args:
         job: The run.
-        stopped_by: The signal, if one came.
+        stopped_by: The signal, if one came; where none did, it came to another machine.
         total: The totals of the run's consistency report, if any rollout was recorded.
     """
+    if stopped_by is None and job.config.cluster.nodes > 1:
+        stopped_by = "another machine"
     if stopped_by is None or total is None or total.rollouts >= job.config.num_rollouts:
         return None
     return Abort(f"stopped by {stopped_by}, saved after rollout {total.rollouts - 1}", ())
@@ -132,10 +135,14 @@ def begin(job: Job, environment: Mapping[str, str], begun_by: Beginning | None =
     return manifest.begin(job, environment_switches(environment), begun_by)
 
 
-def hint(run_dir: Path) -> str:
+def hint(job: Job) -> str:
     """Say how a run that was aborted goes on."""
+    cluster, run_dir = job.config.cluster, Path(job.run_dir)
     try:
         resumed, _ = continuation(run_dir)
     except EvidenceError as error:
         return f"it cannot be resumed: {'; '.join(str(error).splitlines())}"
-    return f"resume with: rlsp resume={short(run_dir)}  (goes on at rollout {resumed.rollout})"
+    together = cluster.nodes > 1 and cluster.shared_folder
+    given = " cluster.nodes=1" if cluster.nodes > 1 and not together else ""
+    where = "on every machine; " if together else ""
+    return f"resume with: rlsp resume={short(run_dir)}{given}  ({where}goes on at rollout {resumed.rollout})"

@@ -153,6 +153,7 @@ def plain_config(**changes: Any) -> dict[str, Any]:
             "agent_store": False,
             "attempt": 0,
             "wait_s": 300.0,
+            "shared_folder": False,
         },
     }
     for key, value in changes.items():

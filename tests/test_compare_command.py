@@ -129,9 +129,9 @@ def test_the_results_hash_changes_with_every_key_but_the_free_ones():
         "tracker.entity", "tracker.group", "tracker.tags", "tracker.init_timeout_s",
         "tracker.finish_timeout_s", "launch.timeout_s", "launch.grace_s", "launch.progress", "diagnose",
         "task.timeout_s", "cluster.nodes", "cluster.node", "cluster.host", "cluster.port",
-        "cluster.agent_store", "cluster.attempt", "cluster.wait_s", "export", "rollout.timeout_s",
-        "launch.max_restarts", "checkpoint.every", "checkpoint.keep", "checkpoint.stop_s",
-        "resume",
+        "cluster.agent_store", "cluster.attempt", "cluster.wait_s", "cluster.shared_folder",
+        "export", "rollout.timeout_s", "launch.max_restarts", "checkpoint.every",
+        "checkpoint.keep", "checkpoint.stop_s", "resume",
     }  # fmt: skip
     whole = result_hash(plain_config())
     changed = {

@@ -315,15 +315,18 @@ CROSSED = [
     (
         {"cluster.nodes": 2, "cluster.host": "a", "checkpoint.every": 2},
         "checkpoint.every=2: legal: 0 (node 0 writes checkpoints, "
-        "and not all parallel.tp=2 shards are there)",
+        "and not all parallel.tp=2 shards are there), "
+        "or any with cluster.shared_folder=true, where all machines see the run folder",
     ),
     (
         {"cluster.nodes": 2, "cluster.host": "a", "checkpoint.every": 0, "launch.max_restarts": 1},
-        "launch.max_restarts=1: legal: 0 (with cluster.nodes=2: only node 0 has the checkpoints)",
+        "launch.max_restarts=1: legal: 0 (with cluster.nodes=2: each command starts again from outside, "
+        "docs/cluster.md)",
     ),
     (
         {"cluster.nodes": 2, "cluster.host": "a", "checkpoint.every": 0, "resume": "outputs/a/b"},
-        "resume=outputs/a/b: legal: null (with cluster.nodes=2: only node 0 has the checkpoints)",
+        "resume=outputs/a/b: legal: null (with cluster.nodes=2: only node 0 has the checkpoints), "
+        "or any with cluster.shared_folder=true, where all machines see the run folder",
     ),
     ({"task.kind": TaskKind.jsonl}, "task.path=null: legal: a file of JSON lines (for task.kind=jsonl)"),
     ({"task.path": "a.jsonl"}, "task.path=a.jsonl: legal: null (task.kind=arithmetic has none)"),

@@ -11,7 +11,7 @@ import sys
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from rlsp.cli.compose import (
 from rlsp.cli.folders import (
     HYDRA_NAME,
     folder_of,
+    is_only_taken,
     made,
     of_node,
     pinned,
@@ -44,9 +45,9 @@ from rlsp.cli.folders import (
 from rlsp.cli.machine import machine_lines
 from rlsp.cli.overrides import spelt_out
 from rlsp.cli.refusal import COMPOSITION_ERRORS, RefusalError, first_line
-from rlsp.cli.resume import RESUME_KEY, asked_to_resume, resume
+from rlsp.cli.resume import RESUME_KEY, asked_to_resume, resume, run_there
 from rlsp.cli.streams import steady_streams
-from rlsp.config import Config, Job, Resumption
+from rlsp.config import AUTO, Config, Job, Resumption
 from rlsp.determinism import environment_values
 from rlsp.report.statuses import CRASHED, PASSED, REFUSED
 
@@ -79,7 +80,7 @@ def run_command() -> int:
         return REFUSED
 
 
-def execute_job(cfg: DictConfig, command_line: Sequence[str] = ()) -> int:
+def execute_job(cfg: DictConfig, command_line: Sequence[str] = (), *, auto: bool = False) -> int:
     """Check and execute one composed job; Hydra has made its folder and left it empty.
 
     A sweep's launcher may call this in another process. Never raises an `Exception`: under a sweep that would
@@ -88,6 +89,7 @@ def execute_job(cfg: DictConfig, command_line: Sequence[str] = ()) -> int:
     Args:
         cfg: The composed config.
         command_line: The command that the user gave.
+        auto: Whether it said `resume=auto`: a folder is taken again whose owner ended before there was a run.
     """
     steady_streams()
     context = HydraConfig.get()
@@ -96,7 +98,7 @@ def execute_job(cfg: DictConfig, command_line: Sequence[str] = ()) -> int:
     with ExitStack() as held:
         try:
             config = checked(cfg)
-            if lines := [*_only_alone(config), *machine_lines(config)]:
+            if lines := [*([] if auto else _only_alone(config)), *machine_lines(config)]:
                 raise RefusalError(lines)
             if sweeping and config.cluster.node:  # node 0 has the job's own folder
                 run_dir = of_node(run_dir, config.cluster.node)
@@ -104,8 +106,10 @@ def execute_job(cfg: DictConfig, command_line: Sequence[str] = ()) -> int:
             with suppress(Exception):  # what cannot be imported is a crash, and told as one below
                 importlib.import_module("rlsp.launch")  # slow: an interrupt here should still leave nothing
             with refusing(run_dir):
-                held.enter_context(taken_run(run_dir))
-                write_record(run_dir, cfg, OmegaConf.create({"hydra": context}), context.overrides.task)
+                again = auto and is_only_taken(run_dir)
+                held.enter_context((retaken_run if again else taken_run)(run_dir))
+                write = rewrite_record if again else write_record
+                write(run_dir, cfg, OmegaConf.create({"hydra": context}), context.overrides.task)
         except RefusalError as refusal:
             print_lines(f"job {context.job.num} refused" if sweeping else "refused", refusal.lines)
             if sweeping:
@@ -116,15 +120,15 @@ def execute_job(cfg: DictConfig, command_line: Sequence[str] = ()) -> int:
 
 
 def execute_resumed(
-    cfg: DictConfig, run_dir: Path, run_id: str, resumed: Resumption, command_line: Sequence[str]
+    cfg: DictConfig, run_dir: Path, run_id: str, resumed: Resumption | None, command_line: Sequence[str]
 ) -> int:
     """Go on with a run in its folder; the config was checked against the run's.
 
     Args:
         cfg: The composed config.
-        run_dir: The run's folder.
+        run_dir: The run's folder; on another machine than node 0 that machine's, which may be new.
         run_id: Its id.
-        resumed: Where it goes on.
+        resumed: Where it goes on; None on another machine, which node 0 will tell.
         command_line: The command that the user gave.
     """
     steady_streams()
@@ -195,15 +199,20 @@ def _execute(job: Job) -> int:
 
 def _run(composer: Composer, overrides: list[str]) -> int:
     overrides = [*overrides, "hydra.mode=RUN"]
-    if (run := asked_to_resume(composer, overrides)) is not None:
+    run = asked_to_resume(composer, overrides)
+    auto = run == AUTO
+    if auto:
+        run = run_there(composer, overrides)
+    if run is not None:
         return resume(composer, overrides, run, partial(execute_resumed, command_line=_command_line()))
     cfg = composer.require_run(overrides)
     run_dir = of_node(folder_of(cfg, "hydra.run.dir"), cfg.cluster.node)
     _require_own_record(cfg)
-    with made(run_dir), refusing(run_dir):
+    folder = nullcontext() if auto and is_only_taken(run_dir) else made(run_dir)
+    with folder, refusing(run_dir):
         job = composer.hydra.run(
             config_name=composer.config_name,
-            task_function=partial(execute_job, command_line=_command_line()),
+            task_function=partial(execute_job, command_line=_command_line(), auto=auto),
             overrides=[*overrides, pinned("hydra.run.dir", run_dir), _NO_RECORD],
         )
     return int(job.return_value)

@@ -127,7 +127,7 @@ def retaken_run(run_dir: Path) -> Iterator[None]:
         RefusalError: Another command holds it: the run has not ended.
         OSError: The folder cannot be written.
     """
-    (run_dir / _LOGS).mkdir(exist_ok=True)
+    (run_dir / _LOGS).mkdir(parents=True, exist_ok=True)
     with (run_dir / _LOGS / _LOCK_NAME).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -141,6 +141,13 @@ def retaken_run(run_dir: Path) -> Iterator[None]:
 def is_taken(run_dir: Path) -> bool:
     """Tell whether a command has taken a folder for a run."""
     return os.path.lexists(run_dir / _LOGS)
+
+
+def is_only_taken(run_dir: Path) -> bool:
+    """Tell whether a folder was taken, and whoever took it ended before there was a run."""
+    if not (run_dir / _LOGS / _LOCK_NAME).is_file():
+        return False
+    return {entry.name for entry in run_dir.iterdir()} <= {_LOGS, HYDRA_NAME}
 
 
 def _give_back(run_dir: Path) -> None:
@@ -240,6 +247,7 @@ def rewrite_record(run_dir: Path, cfg: DictConfig, hydra: DictConfig, overrides:
     Raises:
         OSError: The folder cannot be written.
     """
+    (run_dir / HYDRA_NAME).mkdir(exist_ok=True)
     contents = {"config": cfg, "hydra": hydra, "overrides": OmegaConf.create(list(overrides))}
     for name, content in contents.items():
         (run_dir / HYDRA_NAME / f"{name}.yaml").write_text(OmegaConf.to_yaml(content), encoding="utf-8")

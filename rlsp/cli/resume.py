@@ -10,12 +10,12 @@ from pathlib import Path
 from hydra.errors import OverrideParseException
 from omegaconf import DictConfig
 
-from rlsp.cli.compose import Composer, checked
-from rlsp.cli.folders import folder_of, pinned
+from rlsp.cli.compose import Composer, checked, process_id
+from rlsp.cli.folders import folder_of, of_node, pinned
 from rlsp.cli.machine import machine_lines
 from rlsp.cli.output import complain
 from rlsp.cli.refusal import RefusalError
-from rlsp.config import Config, Resumption, Violation, to_plain
+from rlsp.config import AUTO, Config, Resumption, Violation, to_plain
 from rlsp.report.compare_rules import LENGTH_KEY, continuation_keys
 from rlsp.report.continuation import continuation
 from rlsp.report.files import VERDICT_NAME, EvidenceError
@@ -27,7 +27,7 @@ RESUME_KEY = "resume"
 
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 
-Execute = Callable[[DictConfig, Path, str, Resumption], int]
+Execute = Callable[[DictConfig, Path, str, Resumption | None], int]
 
 
 def asked_to_resume(composer: Composer, overrides: Sequence[str]) -> str | None:
@@ -40,6 +40,20 @@ def asked_to_resume(composer: Composer, overrides: Sequence[str]) -> str | None:
     return str(values[0]) if values and values[0] is not None else None
 
 
+def run_there(composer: Composer, overrides: Sequence[str]) -> str | None:
+    """Return the run folder that `resume=auto` goes on with; None where the run is yet to begin.
+
+    Raises:
+        RefusalError: Every command would have a folder of its own, so that none would ever go on.
+    """
+    run_dir = folder_of(composer.require_run(overrides), "hydra.run.dir")
+    if process_id() in str(run_dir):
+        raise RefusalError(
+            [f"{RESUME_KEY}={AUTO}: legal: with hydra.run.dir=FOLDER that is the same each time"]
+        )
+    return str(run_dir) if is_run_folder(run_dir) else None
+
+
 def resume(composer: Composer, overrides: Sequence[str], run: str, execute: Execute) -> int:
     """Go on with a run; return the exit status.
 
@@ -47,7 +61,8 @@ def resume(composer: Composer, overrides: Sequence[str], run: str, execute: Exec
         composer: The command line's.
         overrides: What the user gave, `resume` included.
         run: A run folder, or the id of a run.
-        execute: Executes the composed job in the run's folder, under its id, from where it goes on.
+        execute: Executes the composed job in the run's folder, under its id, from where it goes on; on
+            another machine than node 0 in that machine's folder, from where node 0 will say.
 
     Raises:
         RefusalError: There is no such run, it cannot go on, or a value would change its results.
@@ -65,22 +80,31 @@ def resume(composer: Composer, overrides: Sequence[str], run: str, execute: Exec
         raise RefusalError(lines)
     if (status := _finished(run_dir, manifest, config)) is not None:
         return status
+    resumed = None if config.cluster.node else _from_where(run, run_dir, manifest)
+    own_dir = of_node(run_dir, config.cluster.node)
+    job = composer.hydra.run(
+        config_name=composer.config_name,
+        task_function=partial(_execute, execute, own_dir, manifest.run_id, resumed),
+        overrides=[*merged, pinned("hydra.run.dir", own_dir), "hydra.output_subdir=null"],
+    )
+    return int(job.return_value)
+
+
+def _execute(
+    execute: Execute, run_dir: Path, run_id: str, resumed: Resumption | None, cfg: DictConfig
+) -> int:
+    return execute(cfg, run_dir, run_id, resumed)
+
+
+def _from_where(run: str, run_dir: Path, manifest: Manifest) -> Resumption:
+    """Choose the point at which a run goes on, and say what is not as one may expect it."""
     try:
         resumed, passed = continuation(run_dir)
     except EvidenceError as error:
         raise RefusalError([f"{RESUME_KEY}={run}: {line}" for line in str(error).splitlines()]) from error
     for line in (*(f"passed over: {line}" for line in passed), *_notes(manifest)):
         complain(f"rlsp: {line}")
-    job = composer.hydra.run(
-        config_name=composer.config_name,
-        task_function=partial(_execute, execute, run_dir, manifest.run_id, resumed),
-        overrides=[*merged, pinned("hydra.run.dir", run_dir), "hydra.output_subdir=null"],
-    )
-    return int(job.return_value)
-
-
-def _execute(execute: Execute, run_dir: Path, run_id: str, resumed: Resumption, cfg: DictConfig) -> int:
-    return execute(cfg, run_dir, run_id, resumed)
+    return resumed
 
 
 def _located(composer: Composer, overrides: Sequence[str], run: str) -> Path:

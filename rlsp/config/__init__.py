@@ -18,7 +18,7 @@ from rlsp.config.choices import (
 )
 from rlsp.config.job import JOB_PATH, Job, Resumption
 from rlsp.config.plain import leaf_kinds, legal_text, to_plain, unknown_key
-from rlsp.config.rules import ConfigError, Given, Violation
+from rlsp.config.rules import AUTO, ConfigError, Given, Violation
 from rlsp.config.schema import (
     SCHEMA_NAME,
     CheckpointConfig,
@@ -41,6 +41,7 @@ from rlsp.config.schema import (
 )
 
 __all__ = [
+    "AUTO",
     "JOB_PATH",
     "SCHEMA_NAME",
     "SMALL_PRODUCT",

@@ -10,8 +10,9 @@ from typing import Any
 from rlsp.config.plain import to_plain
 from rlsp.config.schema import Config
 
-OWN_KEYS = frozenset({"cluster.node", "cluster.host", "tracker", "launch.progress"})
-"""Where a machine stands, and what only the command that owns the run uses (a section: all of its keys)."""
+OWN_KEYS = frozenset({"cluster.node", "cluster.host", "resume", "tracker", "launch.progress"})
+"""Where a machine stands, how it names the run that it goes on with, and what only the command that owns the
+run uses (a section: all of its keys)."""
 
 
 def agreed(config: Config) -> dict[str, Any]:

@@ -39,6 +39,8 @@ class Job:
         command_line: The whole command.
         started_at: UTC, ISO 8601.
         resumed: Where it goes on; None for a run from its start in a fresh folder.
+        owner_dir: On another machine than node 0, the run folder that node 0 owns, where this machine sees
+            it; None where that is `run_dir`, or cannot be seen.
     """
 
     config: Config
@@ -48,6 +50,12 @@ class Job:
     command_line: tuple[str, ...]
     started_at: str
     resumed: Resumption | None = None
+    owner_dir: str | None = None
+
+    @property
+    def saved_dir(self) -> str:
+        """Return the run folder in which checkpoints lie."""
+        return self.owner_dir or self.run_dir
 
     @property
     def first_rollout(self) -> int:

@@ -146,7 +146,11 @@ Route = Annotated[
         _matches(r"(strict|native)(/(strict|native))?"),
     ),
 ]
-Run = Annotated[str, Rule("a run folder or the id of a run", lambda v: 1 <= len(v) <= 4096 and "\0" not in v)]
+AUTO = "auto"
+"""As `resume`: go on with what is in the run folder, or begin there."""
+Run = Annotated[
+    str, Rule("a run folder, the id of a run or auto", lambda v: 1 <= len(v) <= 4096 and "\0" not in v)
+]
 Every = Annotated[int, Rule(f"an integer in 0..{_MAX_COUNT}", _within(0, _MAX_COUNT))]
 Restarts = Annotated[int, Rule("an integer in 0..1000", _within(0, 1000))]
 

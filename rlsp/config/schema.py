@@ -303,6 +303,7 @@ class ClusterConfig:
 
     Node 0 listens there and owns the run; with agent_store torchrun's agent listens already. attempt tells
     the restarts of one launch apart; wait_s bounds how long the machines wait for each other at the start.
+    shared_folder says that all of them see the run folder, under one path: checkpoints are everybody's then.
     """
 
     nodes: Count
@@ -312,6 +313,7 @@ class ClusterConfig:
     agent_store: bool
     attempt: Index
     wait_s: Seconds
+    shared_folder: bool
 
 
 @dataclass(frozen=True)

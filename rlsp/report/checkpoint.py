@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -119,6 +120,29 @@ def numbered(run_dir: Path) -> dict[int, Path]:
     return {
         int(path.name): path for path in sorted(found) if path == checkpoint_path(run_dir, int(path.name))
     }
+
+
+def require_files(folder: Path, document: Checkpoint) -> None:
+    """Make sure that every file of a checkpoint is really there, as whoever wrote it says.
+
+    Other machines write some of them: what is no shared folder, or loses a write, is found before the
+    checkpoint has a name.
+
+    Raises:
+        EvidenceError: A file is missing or has another hash; the message names all of them.
+    """
+
+    def fault(name: str) -> str | None:
+        try:
+            damaged = sha256_file(folder / name) != document.files[name].sha256
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror or error}"
+        return f"{name} has another SHA-256 than its rank wrote" if damaged else None
+
+    with ThreadPoolExecutor() as pool:  # hashing lets other threads work: it takes as long as one file
+        faults = [text for text in pool.map(fault, sorted(document.files)) if text is not None]
+    if faults:
+        raise EvidenceError(f"{FOLDER}/{folder.name}, as node 0 sees it: {'; '.join(faults)}")
 
 
 def commit(run_dir: Path, document: Checkpoint, keep: int | None) -> None:

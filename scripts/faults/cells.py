@@ -21,6 +21,7 @@ class Way(Enum):
     RESTART = "restart"
     DAMAGE = "damage"
     NODES = "nodes"
+    SHARED = "shared folder"
     DISK = "disk"
     READ_ONLY = "read-only"
     TRACKER = "tracker"
@@ -134,7 +135,7 @@ class Cell:
     @property
     def name(self) -> str:
         """Name it for people and for `--only`."""
-        how = {Way.RESTART: ", restarts"}.get(self.way, "")
+        how = {Way.RESTART: ", restarts", Way.SHARED: ", shared folder"}.get(self.way, "")
         return f"{self.fault}, {self.moment}, {self.layout}{how}"
 
     @property
@@ -257,7 +258,9 @@ def _every() -> list[Cell]:
         *_of("newest checkpoint: cut short", "last update", then=CP, way=Way.DAMAGE),
         *_of("newest checkpoint: a file missing", "last update", then=ONE, way=Way.DAMAGE),
         *_of("newest checkpoint: edited", "last update", way=Way.DAMAGE),
-        *_of("node 1 is lost", "generating", "update", then=TP, way=Way.NODES),
-        *_of("node 0 is lost", "update", then=ONE, way=Way.NODES),
+        *_of("node 1 is lost", "generating", "update", layout=CP, then=TP, way=Way.NODES),
+        *_of("node 0 is lost", "update", layout=CP, then=ONE, way=Way.NODES),
+        *_of("node 1 is lost", "update", then=CP, way=Way.SHARED),
+        *_of("node 0 is lost", "update", layout=CP, then=TP, way=Way.SHARED),
         *_of("W&B is down", "certifying", "update", "after the last", layout=ONE, then=ONE, way=Way.TRACKER),
     ]

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from faults.acts import FILLER, GO
-from faults.cells import FAULTS, KILLED, ONE, REWARDS, ROLLOUTS, Cell, Way
-from faults.command import OWN_SUFFIXES, SMALL, Command, Ended, begin, forget, go_on
+from faults.cells import FAULTS, ONE, REWARDS, ROLLOUTS, Cell, Way
+from faults.command import OWN_SUFFIXES, Ended, begin, forget, go_on
+from faults.nodes import go_on_with_both, lose_one
 from faults.rewards import GIVEN, reward_path
 from rlsp.report.compare import compare
 from rlsp.report.compare_records import Outcome
@@ -135,8 +134,8 @@ def _disturb(cell: Cell, run_dir: Path) -> Ended:
         given = (*given, "launch.max_restarts=1")
     if cell.fault in REWARDS:
         reward_path(run_dir).write_text(FAULTS[cell.fault].act)
-    if cell.way is Way.NODES:
-        return _of_two_nodes(cell, run_dir, given)
+    if cell.way in (Way.NODES, Way.SHARED):
+        return lose_one(cell, run_dir, given)
     if cell.way is Way.TRACKER:
         return _without_tracker(cell, run_dir, given)
     if cell.way is Way.READ_ONLY:
@@ -155,6 +154,8 @@ def _go_on(cell: Cell, run_dir: Path, first: Ended) -> Ended | None:
     layout = f"parallel={cell.then}"
     if first.status == _REFUSED:
         return begin(run_dir, *_given(cell.fault), layout).end()
+    if cell.way is Way.SHARED:
+        return go_on_with_both(run_dir, layout, "launch.timeout_s=60")
     alone = ["cluster=single"] if cell.way is Way.NODES else []
     return go_on(run_dir, layout, "launch.timeout_s=60", *alone).end()
 
@@ -204,28 +205,6 @@ def _damage(how: str, checkpoint: Path) -> None:
     else:
         document = checkpoint / "checkpoint.json"
         document.write_text(document.read_text().replace('"optimizer_steps": 4', '"optimizer_steps": 5'))
-
-
-def _of_two_nodes(cell: Cell, run_dir: Path, given: Sequence[str]) -> Ended:
-    """Let two commands be two machines and lose one; the end is node 0's, if the other's is right."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    lost = int(cell.fault.split()[1])
-    places = [run_dir, run_dir.with_name(f"{run_dir.name}.node-1")]
-    shared = (*SMALL, f"hydra.run.dir={run_dir}", *given, "cluster.nodes=2", f"cluster.port={port}")
-    shared = (*shared, "cluster.host=127.0.0.1")
-    commands = [
-        Command(place, (*shared, f"cluster.node={node}"), [cell.plant] if node == lost else ())
-        for node, place in enumerate(places)
-    ]
-    ends = [command.end() for command in commands]
-    acted = ends[lost].fired
-    seconds = time.time() - acted[-1].at_s if acted else 0.0
-    wanted = KILLED if lost else 1
-    status = ends[0].status if ends[1].status == wanted else ends[1].status
-    left = sum(end.left for end in ends)
-    return replace(ends[0], status=status, fired=acted, seconds=seconds, left=left)
 
 
 def _without_tracker(cell: Cell, run_dir: Path, given: Sequence[str]) -> Ended:
