@@ -17,6 +17,7 @@ from rlsp.model.head import LocalScores, TokenScores, Vocabulary, local_scores, 
 from rlsp.model.linear import add_token_products, leaves_of, reduce_rows, rows_of
 from rlsp.model.wiring import Operator, Wiring
 from rlsp.numerics import logprob
+from rlsp.numerics.products import widened
 from rlsp.numerics.tree import tree_sum
 
 LOGITS_AT_ONCE = 1 << 22
@@ -69,7 +70,8 @@ class _HiddenScores(Differentiable):
         ctx.every = _Leaves(
             leaves_of(full.unsqueeze(2), block), weight, by_leaf, temperature, vocabulary, wiring
         )
-        parts = [ctx.every.score(part) for part in ctx.every.parts()]
+        wide = widened(weight.detach())
+        parts = [ctx.every.score(part, wide) for part in ctx.every.parts()]
         found = LocalScores(*(rows_of(torch.cat(x), full.shape[1], block) for x in zip(*parts, strict=True)))
         logp, entropy, log_sum, digest = merged_scores(found, targets, vocabulary, wiring)
         ctx.save_for_backward(log_sum, entropy)
@@ -89,7 +91,8 @@ class _HiddenScores(Differentiable):
             leaves_of(x.view(s, b, 1, -1), block)
             for x in (*ctx.saved_tensors, dlogp.contiguous(), dentropy.contiguous())
         ]
-        partial = [every.back(part, [x[part] for x in known]) for part in every.parts()]
+        wide = widened(every.weight.detach())
+        partial = [every.back(part, wide, [x[part] for x in known]) for part in every.parts()]
         rows = rows_of(torch.cat(partial), b, block).view(s, b, -1)
         return reduce_rows(rows, every.wiring).to(ctx.dtype), None, None, None, None, None
 
@@ -116,22 +119,23 @@ class _Leaves:
         at_once = max(1, LOGITS_AT_ONCE // (block * self.vocabulary.valid.numel()))
         return [slice(first, first + at_once) for first in range(0, count, at_once)]
 
-    def score(self, part: slice) -> LocalScores:
-        """Reduce some leaves' rows to what the merge needs; their logits go."""
+    def score(self, part: slice, wide: Tensor) -> LocalScores:
+        """Reduce some leaves' rows to what the merge needs; their logits go. `wide`: the head in float32."""
         targets = self.targets[part].flatten()
-        return local_scores(self._logits(part), targets, self.temperature, self.vocabulary)[1]
+        return local_scores(self._logits(part, wide), targets, self.temperature, self.vocabulary)[1]
 
-    def back(self, part: slice, known: list[Tensor]) -> Tensor:
+    def back(self, part: slice, wide: Tensor, known: list[Tensor]) -> Tensor:
         """Return the gradient of some leaves' hidden states [rows, H], and add their weight gradient leaves.
 
         Args:
             part: The leaves.
+            wide: The head in float32: widening it for each part would cost as much as the product.
             known: Of the same leaves, [l, block, 1, …]: normaliser, entropy, and the gradients of
                 log-probability and entropy.
         """
         normaliser, entropy, dlogp, dentropy = (x.flatten(0, 2) for x in known)
         hidden, valid = self.hidden[part], self.vocabulary.valid
-        logits = self._logits(part)
+        logits = self._logits(part, wide)
         x = logprob.tempered(self.vocabulary.by_shard(logits), self.temperature, valid)
         grad = logprob.back(
             x,
@@ -144,8 +148,8 @@ class _Leaves:
         )
         dy = (grad / self.temperature).to(logits.dtype).flatten(1)
         add_token_products(self.wiring, self.weight, dy.view(*hidden.shape[:2], valid.shape[0], -1), hidden)
-        return self.wiring.products.column_back(dy, self.weight, tree_sum)
+        return self.wiring.products.column_back(dy, wide, tree_sum)
 
-    def _logits(self, part: slice) -> Tensor:
+    def _logits(self, part: slice, wide: Tensor) -> Tensor:
         hidden = self.hidden[part].flatten(0, 2)
-        return self.wiring.products.column(hidden, self.weight, hidden.dtype)
+        return self.wiring.products.column(hidden, wide, hidden.dtype)
