@@ -56,12 +56,14 @@ def _raise(_run_dir: Path) -> None:
 
 
 def _disagree(_run_dir: Path) -> None:
-    """Call the next collective by another name than the other ranks do."""
+    """Call the next collective that has other ranks by another name than they do."""
     from rlsp.groups import Group, Ledger, Trail
 
     enter = Ledger.enter
 
     def other(self: Ledger, group: Group, operation: str, signature: str) -> Trail:
+        if group.size == 1:
+            return enter(self, group, operation, signature)
         patch.stop()
         return enter(self, group, operation, f"{signature} planted")
 

@@ -20,8 +20,9 @@ def main() -> int:
     """Run the command line in `sys.argv` and return the exit status."""
     if sys.argv[1:2] == [USER]:
         _become_user([sys.executable, "-m", "faults.start", *sys.argv[2:]])
-    # A shell starts what it puts into the background with SIGINT ignored, and that is inherited.
+    # What a shell puts into the background ignores SIGINT, what nohup starts SIGHUP; both are inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     from faults.plant import ENTRY
     from rlsp import launch, node
     from rlsp.cli.main import main as command
