@@ -131,7 +131,7 @@ def test_the_results_hash_changes_with_every_key_but_the_free_ones():
         "task.timeout_s", "cluster.nodes", "cluster.node", "cluster.host", "cluster.port",
         "cluster.agent_store", "cluster.attempt", "cluster.wait_s", "cluster.shared_folder",
         "export", "rollout.timeout_s", "launch.max_restarts", "checkpoint.every",
-        "checkpoint.keep", "checkpoint.stop_s", "resume",
+        "checkpoint.keep", "checkpoint.stop_s", "resume", "numerics.compiled",
     }  # fmt: skip
     whole = result_hash(plain_config())
     changed = {
