@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -144,10 +145,13 @@ class _Trigger:
         if self._plant.hook is None and self._there and self._calls >= self._plant.calls:
             self._fire()
 
-    def hook(self) -> None:
-        """Take in that the step of the hook has come."""
-        if self._there:
-            self._fire()
+    def hook(self, spoil: Callable[[], None] | None) -> None:
+        """Take in that the step of the hook has come; what it makes is spoilt where the plant acts."""
+        if not self._there or self._done:
+            return
+        if spoil is not None:
+            spoil()
+        self._fire()
 
     def _fire(self) -> None:
         if self._done:
@@ -171,7 +175,7 @@ class _Trigger:
 
 # Steps of a phase -------------------------------------------------------------
 
-Fire = Callable[[], None]
+Fire = Callable[[Callable[[], None] | None], None]
 
 
 def _around(
@@ -187,15 +191,12 @@ def _around(
         real = getattr(owner, name)
 
         def around(*args: Any, **kwargs: Any) -> Any:
+            spoilt = None if spoil is None else partial(spoil, *args, **kwargs)
             if before:
-                if spoil is not None:
-                    spoil(*args, **kwargs)
-                fire()
+                fire(spoilt)
             found = real(*args, **kwargs)
             if not before:
-                if spoil is not None:
-                    spoil(*args, **kwargs)
-                fire()
+                fire(spoilt)
             return found
 
         return mock.patch.object(owner, name, around)
