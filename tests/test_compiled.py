@@ -60,7 +60,7 @@ def source() -> str:
     return SOURCE.read_text()
 
 
-def both(kernels: Kernels, call: Callable[[], tuple[Tensor, ...]]) -> None:
+def assert_torchs_bits(kernels: Kernels, call: Callable[[], tuple[Tensor, ...]]) -> None:
     """Hold what kernels return to what torch's code does."""
     with using(TORCH):
         want = call()
@@ -87,7 +87,7 @@ def test_leaves_add_up_to_torchs_bits(kernels: Kernels, data: st.DataObject, sha
         sums = (add_leaves(total, leaves, LSB, BOUND), add_leaves(turned, leaves.transpose(1, 2), LSB, BOUND))
         return total, turned, *sums[0], *sums[1]
 
-    both(kernels, add)
+    assert_torchs_bits(kernels, add)
 
 
 @given(st.data(), shapes)
@@ -101,7 +101,7 @@ def test_an_adder_adds_at_any_dimension_to_torchs_bits(
         largest = [adder.add(part, 1).abs() for part in (leaves, -leaves, leaves * 0.25)]
         return adder.total(), *largest
 
-    both(kernels, add)
+    assert_torchs_bits(kernels, add)
 
 
 @given(st.data(), st.integers(1, 5), st.integers(1, 40))
@@ -116,7 +116,7 @@ def test_a_leaf_out_of_bound_is_seen_and_counted_as_torch_does(
         reached, counts = add_leaves(total, leaves, LSB, BOUND)
         return total, reached.nan_to_num(nan=-1.0, posinf=math.inf), counts
 
-    both(kernels, seen)
+    assert_torchs_bits(kernels, seen)
 
 
 @given(st.data(), st.integers(1, 5), st.integers(1, 70), st.sampled_from((torch.float32, torch.bfloat16)))
@@ -124,8 +124,8 @@ def test_hashes_of_shards_and_rows_are_torchs(
     kernels: Kernels, data: st.DataObject, rows: int, width: int, dtype: torch.dtype
 ) -> None:
     x = filled(data, (rows, width), PATTERNS).to(dtype)
-    both(kernels, lambda: (shard_hashes(x), shard_hashes(x.t()), shard_hashes(x[:, 1::2] != 0)))
-    both(
+    assert_torchs_bits(kernels, lambda: (shard_hashes(x), shard_hashes(x.t()), shard_hashes(x[:, 1::2] != 0)))
+    assert_torchs_bits(
         kernels,
         lambda: (row_digest(x, 3, 3 + width), row_digest(x, 3, 2 + width // 2), row_digest(x.t(), 0, 2)),
     )
@@ -136,7 +136,7 @@ def test_trees_are_summed_in_torchs_order(
     kernels: Kernels, data: st.DataObject, count: int, width: int
 ) -> None:
     x = filled(data, (count, width), PATTERNS)
-    both(kernels, lambda: (tree_sum(x), tree_sum(x[::2]), tree_sum(x.to(torch.float64))))
+    assert_torchs_bits(kernels, lambda: (tree_sum(x), tree_sum(x[::2]), tree_sum(x.to(torch.float64))))
 
 
 def test_a_tree_that_a_gradient_is_due_of_stays_in_torch(kernels: Kernels) -> None:
@@ -177,6 +177,7 @@ MUTANTS = {
         "*a = sums[2 * pair], *b = sums[2 * pair + 1]",
         "*a = sums[pair], *b = sums[pair + left / 2]",
     ),
+    "the first of two NaN": (Kernel.TREE_SUM, "(b != b ? b : a) + b", "a + (a != a ? a : b)"),
     "the odd leaf lost": (Kernel.TREE_SUM, "if (left % 2) memmove", "if (0) memmove"),
 }
 

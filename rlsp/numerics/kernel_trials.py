@@ -25,6 +25,7 @@ _TIES = (0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.75, -0.25, 3.0, 2.0**23 + 0.5)  # in
 _SMALL = (0.0, -0.0, 2.0**-149, -(2.0**-149), 2.0**-126, -(2.0**-130))
 _LARGE = (2.0**17 - 2.0**-7, -(2.0**17) + 2.0**-7)  # of the sums; in units, beyond what float64 adds exactly
 _BROKEN = (float("nan"), float("inf"), float("-inf"), 3e38, -3e38, 2.0**30)
+_FIRST_NAN = 0x7FC00000  # quiet, and so are the next millions
 _WIDTHS = (1, 3, 8, 17, 64, 700, 2049)
 
 Outputs = tuple[Tensor, ...]
@@ -111,13 +112,14 @@ def _digested(x: Tensor, valid: int) -> Outputs:
 
 
 def _trees() -> Iterator[Trial]:
-    """Sum leaves that cancel but for rounding, then those with infinities and NaN of either sign."""
+    """Sum leaves that cancel but for rounding, those with infinities and NaN, and NaN that all differ."""
     for count in (2, 3, 4, 7, 8, 16, 64):
         for width in _WIDTHS:
             x = _planted((count, width), count, _SMALL)
             whole = torch.cat((x, -x.flip(0)))[:64]
             broken = _planted((count, width), count + width, _SMALL + _BROKEN + (-float("nan"),))
-            yield partial(_summed, whole, broken)
+            other = torch.arange(count * width, dtype=torch.int32).view(count, width) + _FIRST_NAN
+            yield partial(_summed, whole, broken, other.view(torch.float32))
 
 
 def _summed(*leaves: Tensor) -> Outputs:

@@ -19,6 +19,9 @@ static inline uint64_t mix64(uint64_t x) {
     return x ^ (x >> 31);
 }
 
+/* Of two NaN torch hands on the second; compilers swap the operands of + as they like, so there are two alike then. */
+static inline float sum_of(float a, float b) { return (b != b ? b : a) + b; }
+
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Round n leaf elements to units and add them; update the largest magnitude's bits and both counts. */
@@ -123,13 +126,13 @@ void rlsp_tree_sum(float *restrict out, const float *restrict leaves, int64_t co
         int64_t left = count;
         for (int64_t pair = 0; pair < left / 2; pair++) {
             const float *a = from + 2 * pair * stride, *b = a + stride;
-            for (int64_t i = 0; i < width; i++) sums[pair][i] = a[i] + b[i];
+            for (int64_t i = 0; i < width; i++) sums[pair][i] = sum_of(a[i], b[i]);
         }
         if (left % 2) memcpy(sums[left / 2], from + (left - 1) * stride, (size_t)width * sizeof *from);
         for (left = (left + 1) / 2; left > 1; left = (left + 1) / 2) {
             for (int64_t pair = 0; pair < left / 2; pair++) {
                 const float *a = sums[2 * pair], *b = sums[2 * pair + 1];
-                for (int64_t i = 0; i < width; i++) sums[pair][i] = a[i] + b[i];
+                for (int64_t i = 0; i < width; i++) sums[pair][i] = sum_of(a[i], b[i]);
             }
             if (left % 2) memmove(sums[left / 2], sums[left - 1], (size_t)width * sizeof *from);
         }
