@@ -115,6 +115,11 @@ def environment() -> dict[str, str]:
 
 def processes_of(job: Job) -> list[int]:
     """Find living processes whose command line names the job's folder; forked ranks bear their host's."""
+    return processes_naming(job.run_dir)
+
+
+def processes_naming(text: str) -> list[int]:
+    """Find other living processes with some text in their command line."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
@@ -122,7 +127,7 @@ def processes_of(job: Job) -> list[int]:
                 line = (folder / "cmdline").read_bytes()
             except OSError:
                 continue
-            if job.run_dir.encode() in line:
+            if text.encode() in line:
                 found.append(int(folder.name))
     return found
 

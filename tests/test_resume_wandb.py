@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch_owner import processes_naming
 from test_wandb_server import ROOT, command, home, no_account, rows_of, server, sync  # noqa: F401  (fixtures)
 from wandb_answers import StoredRun
 from wandb_server import WandbServer, client_environment
@@ -47,22 +48,13 @@ def kill_owner(home: Path, server: WandbServer, run_dir: Path, *overrides: str) 
         assert owner.poll() is None
         assert time.monotonic() < until_s
         time.sleep(0.01)
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and int(folder.name) != owner.pid and names(folder, run_dir):
-            os.kill(int(folder.name), signal.SIGSTOP)
+    for pid in processes_naming(f"{run_dir}/.hydra"):
+        os.kill(pid, signal.SIGSTOP)
     time.sleep(1.0)  # for the tracker to have seen it
     assert owner.poll() is None
     assert rows.read_bytes().count(b"\n") < 5
     owner.kill()
     owner.wait()
-
-
-def names(process: Path, run_dir: Path) -> bool:
-    """Tell whether a process's command line names a run's folder: its ranks bear their host's."""
-    try:
-        return f"{run_dir}/.hydra".encode() in (process / "cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 def alike(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

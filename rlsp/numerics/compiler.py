@@ -29,9 +29,8 @@ FLAGS = (
 )
 _LIBRARIES = ("-lm",)
 _QUIETLY: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60.0}
-_SEAL_BYTES = (
-    32  # of SHA-256, behind the library: a torn file that the loader would map could end the process
-)
+# Of SHA-256, behind the library: a torn file that the loader would map could end the process.
+_SEAL_BYTES = 32
 _WRITABLE_BY_OTHERS = 0o022
 
 

@@ -139,6 +139,11 @@ class Cell:
         return f"{self.fault}, {self.moment}, {self.layout}{how}"
 
     @property
+    def title(self) -> str:
+        """Name the fault in the table, where nothing else tells a shared folder from two."""
+        return self.fault if self.way is not Way.SHARED else f"{self.fault}, {self.way.value}"
+
+    @property
     def status(self) -> tuple[int, ...]:
         """Return the right exit statuses."""
         if self.way is Way.RESTART and self.fault != "exception on one rank":

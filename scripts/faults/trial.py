@@ -97,7 +97,7 @@ def attempt(cell: Cell, folder: Path, undisturbed: Undisturbed) -> Row:
             forget(run_dir)
             return row
     except NotHereError as error:
-        return Row(cell.fault, cell.moment, cell.layout, cell.then, "–", 0.0, 0, 0, 0, None, str(error))
+        return Row(cell.title, cell.moment, cell.layout, cell.then, "–", 0.0, 0, 0, 0, None, str(error))
 
 
 def equals(run_dir: Path, reference: Path) -> str:
@@ -177,7 +177,7 @@ def _row(cell: Cell, first: Ended, then: Ended | None, run_dir: Path, reference:
         "nothing happened": not first.fired and cell.plant is not None,
     }
     return Row(
-        fault=cell.fault,
+        fault=cell.title,
         moment=cell.moment,
         layout=cell.layout,
         then=cell.then if then else "restart" if cell.way is Way.RESTART else "–",
