@@ -16,7 +16,7 @@ from rlsp.config.agreed import agreed
 from rlsp.report.checkpoint import DOCUMENT_NAME, Checkpoint, checkpoint_path
 from rlsp.report.files import EvidenceError
 from rlsp.report.manifest import MANIFEST_NAME, Manifest
-from rlsp.report.provenance import source_hash
+from rlsp.report.provenance import loaded_source_hash
 
 _PACKAGES = ("torch", "megatron-core", "numpy")
 _SHOWN = 6
@@ -67,7 +67,7 @@ def card_of(job: Job, folder: Mapping[str, str | None]) -> NodeCard:
     facts = agreed(job.config) | dict(folder)
     named = job.config.resume not in (None, AUTO)
     facts["resume"] = job.run_id if named else job.config.resume
-    facts["code"] = source_hash()[:16]
+    facts["code"] = loaded_source_hash()[:16]
     facts["python"] = platform.python_version()
     facts |= {package: version(package) for package in _PACKAGES}
     host = socket.gethostname()

@@ -25,7 +25,7 @@ from rlsp.numerics.compiled import running
 from rlsp.pretrained.folder import fingerprint
 from rlsp.report.digests import RolloutDigests, UpdateDigests, shard_table
 from rlsp.report.manifest import RankAgreement, StartupFacts, WeightSource
-from rlsp.report.provenance import source_hash
+from rlsp.report.provenance import loaded_source_hash
 from rlsp.report.recorder import Recorder
 from rlsp.report.records import RolloutFacts, float64_bits
 from rlsp.report.warmup import WARMUP_NAME, Warmup
@@ -61,7 +61,7 @@ def startup_facts(
     contract, certificate = models.contract, models.certificate
     ours = (
         contract.sha256,
-        source_hash(),
+        loaded_source_hash(),
         certificate.digest,
         agreed_hash(config),
         task.content_hash,

@@ -23,11 +23,10 @@ from typing import NoReturn
 from rlsp.board import Board, Place
 from rlsp.config import DeviceKind, Job, violations
 from rlsp.host import Host, die_with_parent, reset_signals
+from rlsp.preload import preload
 
 RUN_RANK = "rlsp.run:run_rank"
 BOARD_NAME = "board"
-# The last is what torch imports at the first backward pass that is given a gradient: here once for all.
-_PRELOAD = ("torch", "torch.distributed", "megatron.core.models.gpt", "torch.fx.experimental.symbolic_shapes")
 
 RankFunction = Callable[[Job, Place], object]
 
@@ -106,8 +105,8 @@ def _host(job: Job, options: argparse.Namespace) -> int:
     _redirect(host_log_path(job.run_dir))
     forks = job.config.device.kind is DeviceKind.cpu
     function = _load(options.entry) if forks else None
-    if forks and job.config.numerics.compiled:
-        _compile_kernels()
+    if forks:
+        _know_once(job)
     board = Board.join(board_path(job.run_dir), job.config.world_size)
     init_method = options.init_method
     host_pid = os.getpid()
@@ -161,21 +160,26 @@ def _live_here(job: Job, place: Place, entry: str) -> int:
 def _load(entry: str) -> RankFunction:
     """Import a rank function, given as module:function, and what it needs."""
     if entry == RUN_RANK:
-        for name in _PRELOAD:
-            importlib.import_module(name)
+        preload()
     module, _, name = entry.partition(":")
     function: RankFunction = getattr(importlib.import_module(module), name)
     return function
 
 
-def _compile_kernels() -> None:
-    """Compile or find the hot loops once, for every rank that is forked; without torch nobody needs them."""
+def _know_once(job: Job) -> None:
+    """Find out what is the same for every rank that is forked: its code, and the compiled kernels.
+
+    The kernels are tried on one thread: a process that had more running could not be forked.
+    """
     if "torch" not in sys.modules:
         return
     from rlsp import determinism
-    from rlsp.numerics import compiled
+    from rlsp.model.assemble import exact_compiled
+    from rlsp.report.provenance import loaded_source_hash
 
-    compiled.load(determinism.kernel_folder())
+    loaded_source_hash()
+    with determinism.apply(1):
+        exact_compiled(job.config.numerics.compiled, job.config.device.kind)
 
 
 def _leave_process_groups() -> None:

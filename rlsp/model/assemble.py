@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -59,18 +60,24 @@ def contract_of(config: Config) -> Contract:
 
 def certified_kernels(config: Config, mesh: Mesh) -> Kernels:
     """Return the compiled kernels that leave torch's bits on every rank, to be used; every rank calls it."""
-    kernels = exact_compiled(config)
+    kernels = exact_compiled(config.numerics.compiled, config.device.kind)
     refused = torch.tensor([kernel not in kernels.allowed for kernel in Kernel], dtype=torch.int64)
     anywhere = collectives.max_integers(refused.to(mesh.world.device_type or "cpu"), mesh.world).tolist()
     return kernels.only(frozenset(kernel for kernel, flag in zip(Kernel, anywhere, strict=True) if not flag))
 
 
-def exact_compiled(config: Config) -> Kernels:
-    """Compile or find the kernels and allow those that leave torch's bits here: none where they are off."""
-    if not config.numerics.compiled:
+@cache
+def exact_compiled(asked: bool, device: DeviceKind) -> Kernels:
+    """Compile or find the kernels and allow those that leave torch's bits here: once, for forks as well.
+
+    Args:
+        asked: `numerics.compiled`; where it is off there are none.
+        device: What ranks compute on; there are none but for the CPU.
+    """
+    if not asked:
         return replace(TORCH, origin="numerics.compiled=false")
-    if config.device.kind is not DeviceKind.cpu:
-        return replace(TORCH, origin=f"device={config.device.kind.value}")
+    if device is not DeviceKind.cpu:
+        return replace(TORCH, origin=f"device={device.value}")
     kernels = compiled.load(determinism.kernel_folder())
     return kernels.only(exact_kernels(kernels))
 

@@ -87,6 +87,12 @@ def source_hash(package: Path = _PACKAGE) -> str:
 
 
 @cache
+def loaded_source_hash() -> str:
+    """Hash the package's files as they were when this process asked first; its forks have the answer."""
+    return source_hash()
+
+
+@cache
 def package_versions() -> Mapping[str, str]:
     """List every installed distribution with its version."""
     versions = {

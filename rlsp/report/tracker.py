@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.5
+# Importing wandb holds this process's one lock: the ranks are started first.
+_HEAD_START_S = 0.5
 # An upload that takes longer than this after the end of a run is announced.
 _PATIENCE_S = 3.0
 # wandb's own limit ends an upload; this comes on top of it before the mirror is left behind.
@@ -143,6 +145,7 @@ class WandbTracker(Tracker):
         return f"; send it later: wandb sync --include-online {self._folder}" if self._url else ""
 
     def _mirror(self) -> None:
+        self._ending.wait(_HEAD_START_S)
         try:
             run = self._open()
         except Exception as error:

@@ -54,7 +54,7 @@ def rank_function(body: Body) -> Callable[[Job, Place], None]:
         options = json.loads((Path(job.run_dir) / "options.json").read_text())
         with determinism.apply(job.config.numerics.threads, job.config.device.kind.value):
             join(job, place)
-            with using(exact_compiled(job.config)):
+            with using(exact_compiled(job.config.numerics.compiled, job.config.device.kind)):
                 result = body(job.config, place, options)
         _result(job, place.rank).write_text(json.dumps(result))
 
