@@ -160,21 +160,23 @@ def test_on_every_rank(outcomes: Outcomes, check: Callable[..., object]) -> None
     assert all(result == results[0] for result in results)  # None, or what all ranks must agree on
 
 
-def a_call_that_one_rank_skips(rank: int, n: int) -> str:
+def a_call_that_one_rank_skips(rank: int, n: int, shape: tuple[int, ...]) -> str:
     group = world(rank, n, timeout_s=1.0)
     collectives.gather(torch.ones(5), group)
     if rank == 0:
         time.sleep(2.5)
         return ""
     with pytest.raises(CollectiveError) as caught:
-        collectives.all_reduce(torch.ones(7, 2), group)
+        collectives.all_reduce(torch.ones(shape), group)
     return str(caught.value)
 
 
-def test_a_timeout_is_an_error_that_carries_the_call_and_those_before() -> None:
-    message = run_ranks(2, a_call_that_one_rank_skips)[1]
-    assert "rank 1: all_reduce float32[7,2] over tp(0..1), call 1 of this group, failed after" in message
-    assert "0 tp gather float32[5] dim=0; 1 tp all_reduce float32[7,2]" in message
+@pytest.mark.parametrize("columns", [2, CHECKED_BYTES], ids=["behind a header", "rank to rank"])
+def test_a_timeout_is_an_error_that_carries_the_call_and_those_before(columns: int) -> None:
+    message = run_ranks(2, a_call_that_one_rank_skips, (7, columns))[1]
+    call = f"all_reduce float32[7,{columns}]"
+    assert f"rank 1: {call} over tp(0..1), call 1 of this group, failed after" in message
+    assert f"0 tp gather float32[5] dim=0; 1 tp {call}" in message
 
 
 def large_messages_of_different_sizes(rank: int, n: int, board: str) -> None:

@@ -221,14 +221,14 @@ def tree_sum(x: Tensor) -> Tensor | None:
     """Sum the leading dimension of float32 [n, ...] by the balanced tree of adjacent pairs.
 
     Returns:
-        [...], contiguous; None where torch's code has to run: without the kernel, dense memory or few enough
-        leaves, and where a gradient is due.
+        [...], contiguous; None where torch's code has to run: without the kernel, dense leaves or few enough
+        of them, and where a gradient is due.
     """
     library = _library(Kernel.TREE_SUM, x)
     if library is None or x.dtype != torch.float32 or not 2 <= x.shape[0] <= TREE_LEAVES:
         return None
-    if not x.is_contiguous() or (x.requires_grad and torch.is_grad_enabled()):
+    if not x[0].is_contiguous() or (x.requires_grad and torch.is_grad_enabled()):
         return None
     out = torch.empty(x.shape[1:], dtype=x.dtype)
-    library.rlsp_tree_sum(out.data_ptr(), x.data_ptr(), x.shape[0], out.numel(), out.numel())
+    library.rlsp_tree_sum(out.data_ptr(), x.data_ptr(), x.shape[0], out.numel(), x.stride(0))
     return out

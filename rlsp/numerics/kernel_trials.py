@@ -112,14 +112,17 @@ def _digested(x: Tensor, valid: int) -> Outputs:
 
 
 def _trees() -> Iterator[Trial]:
-    """Sum leaves that cancel but for rounding, those with infinities and NaN, and NaN that all differ."""
+    """Sum leaves that cancel but for rounding, those with infinities and NaN, and NaN that all differ.
+
+    The last leave room between each other, as messages do that come behind a header.
+    """
     for count in (2, 3, 4, 7, 8, 16, 64):
         for width in _WIDTHS:
             x = _planted((count, width), count, _SMALL)
             whole = torch.cat((x, -x.flip(0)))[:64]
             broken = _planted((count, width), count + width, _SMALL + _BROKEN + (-float("nan"),))
-            other = torch.arange(count * width, dtype=torch.int32).view(count, width) + _FIRST_NAN
-            yield partial(_summed, whole, broken, other.view(torch.float32))
+            other = torch.arange(count * (width + 16), dtype=torch.int32).view(count, -1) + _FIRST_NAN
+            yield partial(_summed, whole, broken, other.view(torch.float32)[:, 16:])
 
 
 def _summed(*leaves: Tensor) -> Outputs:
