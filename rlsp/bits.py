@@ -132,7 +132,7 @@ def shard_hashes(x: Tensor) -> Tensor:
     header = hashlib.sha256(f"{x.dtype}{tuple(x.shape[1:])}".encode()).digest()
     shards = x.shape[0]
     start = [_word(header[:8]), _word(header[8:16])]
-    total = torch.tensor([start], dtype=torch.int64, device=x.device).repeat(shards, 1)
+    total = torch.tensor([start] * shards, dtype=torch.int64, device=x.device).view(shards, 2)
     if x.numel() == 0:
         return total
     pattern = bit_pattern(x.view(torch.uint8) if x.dtype == torch.bool else x).reshape(shards, -1)

@@ -95,9 +95,8 @@ def loaded_source_hash() -> str:
 @cache
 def package_versions() -> Mapping[str, str]:
     """List every installed distribution with its version."""
-    versions = {
-        dist.metadata["Name"]: dist.version for dist in metadata.distributions() if dist.metadata["Name"]
-    }
+    every = (dist.metadata for dist in metadata.distributions())  # each access parses the file anew
+    versions = {about["Name"]: about["Version"] for about in every if about["Name"]}
     return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
 
 

@@ -18,7 +18,7 @@ from unittest import mock
 
 from benchmarks.ranks import compose
 from rlsp import launch
-from rlsp.board import Board, BoardError, Place
+from rlsp.board import Board, BoardError
 from rlsp.config import Job
 from rlsp.worker import board_path
 
@@ -58,8 +58,8 @@ def evidence_share() -> tuple[float, str]:
         owner: dict[str, float] = {}
         targets = [(launch, "begin"), (launch, "conclude"), (launch, "open_tracker")]
         started = time.monotonic()
-        with redirect_stdout(StringIO()), _timed(targets, owner), _timed_finish(owner):
-            status = launch.execute(job, entry="benchmarks.runs:timed_rank")
+        with redirect_stdout(StringIO()), timed(targets, owner), _timed_finish(owner):
+            status = launch.execute(job, entry="benchmarks.timed:rank")
         wall = time.monotonic() - started
         if status:
             raise RuntimeError(f"the default experiment ended with status {status}")
@@ -70,41 +70,19 @@ def evidence_share() -> tuple[float, str]:
     return sum(parts.values()) / wall, how
 
 
-def timed_rank(job: Job, place: Place) -> None:
-    """Live as a rank, and note on rank 0 how long evidence took."""
-    from rlsp import bits, evidence, run
-    from rlsp.rl import update
-    from rlsp.rl.rollout import dispatch
-
-    spent: dict[str, float] = {}
-    targets = [
-        (bits, "row_digest"),
-        (update, "shard_entries"),
-        (update, "weight_entries"),
-        (dispatch, "weights_digest"),
-        (run, "startup_facts"),
-        (evidence.Evidence, "bind"),
-        (evidence.Evidence, "record"),
-    ]
-    with _timed(targets, spent):
-        run.run_rank(job, place)
-    if place.rank == 0:
-        (Path(job.run_dir) / "evidence.json").write_text(json.dumps(spent))
-
-
 @contextmanager
-def _timed(targets: list[tuple[Any, str]], spent: dict[str, float]) -> Iterator[None]:
+def timed(targets: list[tuple[Any, str]], spent: dict[str, float]) -> Iterator[None]:
     """Add up the wall seconds of calls; none of the targets calls another."""
 
     def watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
+        def clocked(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             try:
                 return call(*args, **kwargs)
             finally:
                 spent[name] = spent.get(name, 0.0) + time.perf_counter() - started
 
-        return timed
+        return clocked
 
     patches = [mock.patch.object(owner, name, watched(name, getattr(owner, name))) for owner, name in targets]
     for patch in patches:
@@ -121,7 +99,7 @@ def _timed_finish(spent: dict[str, float]) -> Iterator[None]:
     from rlsp.report import tracker
 
     kinds = [kind for kind in vars(tracker).values() if isinstance(kind, type) and "finish" in vars(kind)]
-    with _timed([(kind, "finish") for kind in kinds], spent):
+    with timed([(kind, "finish") for kind in kinds], spent):
         yield
 
 
