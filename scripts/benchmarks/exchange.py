@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.ranks import Options, Times, alternate, compose, on_ranks, rank_function, slowest
 from rlsp import collectives
@@ -18,6 +19,7 @@ from rlsp.run import mesh_of
 
 SIZES = tuple(1 << bits for bits in range(10, 23, 2))  # floats of one message
 RANKS = {4: "parallel=cp1_tp4_sp4", 8: "parallel=cp2_tp4_sp4"}
+Sides = dict[str, Callable[[], object]]
 OPERATIONS = ("reduce_scatter", "all_reduce")
 
 
@@ -29,14 +31,18 @@ def compare(config: Config, place: Place, options: Options) -> dict[str, Times]:
     for size in SIZES:
         x = noise(place.rank, (size,), torch.device("cpu"))
         part = torch.empty(size // world.size)
-        ours = getattr(collectives, options["operation"])
-        theirs: dict[str, Callable[[], object]] = {
+        ours: Callable[..., object] = getattr(collectives, options["operation"])
+        theirs: Sides = {
             "reduce_scatter": partial(dist.reduce_scatter_tensor, part, x),
-            "all_reduce": lambda x=x: dist.all_reduce(x.clone()),
+            "all_reduce": partial(_all_reduced, x),
         }
-        sides = {"rlsp": partial(ours, x, world), "gloo": theirs[options["operation"]]}
+        sides: Sides = {"rlsp": partial(ours, x, world), "gloo": theirs[options["operation"]]}
         found[str(size)] = alternate(sides, options["repeats"])
     return found
+
+
+def _all_reduced(x: Tensor) -> None:
+    dist.all_reduce(x.clone())
 
 
 def ratio(operation: str, repeats: int) -> tuple[float, str]:

@@ -21,8 +21,9 @@ from rlsp.board import Place
 from rlsp.config import Config
 from rlsp.model.assemble import assemble
 from rlsp.numerics.operands import noise
-from rlsp.rl.rollout.native import Sampling, Sequence
-from rlsp.run import mesh_of, rollouts_of, trainer_of
+from rlsp.rl.rollout.dispatch import Rollouts
+from rlsp.rl.rollout.native import NativeEngine, Sampling, Sequence
+from rlsp.run import cache_shape, mesh_of, trainer_of
 from rlsp.task import open_task
 
 WARM_UP = 2  # turns of each side that do not count
@@ -42,7 +43,10 @@ def ours(config: Config, place: Place, options: Options) -> list[float]:
     mesh = mesh_of(config, place)
     models = assemble(config, mesh, torch.device("cpu"))
     trainer = trainer_of(config, models, mesh)
-    rollouts = rollouts_of(config, models, mesh, open_task(config)[0])
+    assert models.engine is not None  # dp=2 and rollout.tp=1: every rank has one
+    engine = NativeEngine(models.engine, *cache_shape(config))
+    pad_id = open_task(config)[0].pad_id
+    rollouts = Rollouts(models.trainer, engine, config.rollout_layout, mesh, pad_id)
     count, tokens = options["sequences"], options["tokens"]
     sequences = [Sequence(i // options["samples"], i % options["samples"], PROMPT) for i in range(count)]
     advantages = noise(3, (count,), torch.device("cpu"))
@@ -50,7 +54,7 @@ def ours(config: Config, place: Place, options: Options) -> list[float]:
     def step() -> None:
         version = trainer.optimizer.steps
         rollouts.synchronise(version)
-        batch = rollouts.generate(sequences, Sampling(0, version, 1.0, tokens, None), version)
+        batch = rollouts.generate(sequences, Sampling(0, version, 1.0, tokens, ()), version)
         if options["update"]:
             trainer.update(batch, advantages)
 

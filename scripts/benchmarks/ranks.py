@@ -85,12 +85,12 @@ def alternate(sides: Mapping[str, Callable[[], object]], repeats: int) -> Times:
 
 def slowest(every: list[Times], side: str) -> float:
     """Return the median over repeats of a side's wall seconds, each repeat as long as its slowest rank."""
-    return median(max(walls) for walls in zip(*(times[side]["wall"] for times in every), strict=True))
+    return float(median(max(walls) for walls in zip(*(times[side]["wall"] for times in every), strict=True)))
 
 
 def cpu_total(every: list[Times], side: str) -> float:
     """Return the median over repeats of a side's CPU seconds, summed over the ranks."""
-    return median(sum(cpus) for cpus in zip(*(times[side]["cpu"] for times in every), strict=True))
+    return float(median(sum(cpus) for cpus in zip(*(times[side]["cpu"] for times in every), strict=True)))
 
 
 def ratio_text(every: list[Times], top: str, bottom: str) -> str:

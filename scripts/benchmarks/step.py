@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -69,12 +70,8 @@ def trainer(config: Config, mesh: Mesh) -> Trainer:
 
 def block_attention_trainer(config: Config, mesh: Mesh) -> Trainer:
     """Build the native trainer around rlsp's block attention."""
-    own = build.NativeCoreAttention
-    build.NativeCoreAttention = BlockAttention  # type: ignore[misc, assignment]
-    try:
+    with mock.patch.object(build, "NativeCoreAttention", BlockAttention):
         made = trainer(config, mesh)
-    finally:
-        build.NativeCoreAttention = own  # type: ignore[misc]
     for layer in made.model.gpt.decoder.layers:
         made._guard.expect(layer.self_attention.core_attention.leaves_name, CPU)
     return made
