@@ -102,6 +102,7 @@ def startup_facts(
             "checks": certificate.checks,
             "digest": certificate.digest,
             "wide": len(certificate.wide),
+            "few": len(certificate.few),
             "leaf": list(certificate.narrowed),
             "observations": dict(certificate.observations),
             "compiled": kernels_run.origin,

@@ -195,7 +195,7 @@ def decode(products: Products, c: Case, chunk: int, length: int = LENGTH, noise:
         blocks = -(-new.stop // BLOCK)
         keys, values = (x.unflatten(1, (-1, BLOCK))[:, :blocks].contiguous() for x in (k, v))
         positions = torch.tensor(new).repeat_interleave(GROUP).expand(c.k.shape[0], -1)
-        out = cached_attention(products, rows_of(c.q, new), keys, values, positions, SCALE)
+        out = cached_attention(products, rows_of(c.q, new), keys.transpose(2, 3), values, positions, SCALE)
         outputs.append(out.unflatten(1, (-1, GROUP)).transpose(1, 2))
     return torch.cat(outputs, dim=2)
 
@@ -243,7 +243,7 @@ def test_sequences_of_unlike_lengths_share_a_cached_call(whole: Result) -> None:
     q = torch.stack([CASE.q[head, :, end] for head, end in enumerate(ends)])
     positions = torch.tensor(ends).unsqueeze(1).expand(-1, GROUP)
     keys, values = (x.unflatten(1, (-1, BLOCK)) for x in (k, v))
-    got = cached_attention(WIDE, q, keys, values, positions, SCALE)
+    got = cached_attention(WIDE, q, keys.transpose(2, 3), values, positions, SCALE)
     assert same_bits(got, torch.stack([whole.out[head, :, end] for head, end in enumerate(ends)]))
 
 

@@ -281,15 +281,16 @@ def test_a_rotation_is_undone_by_its_gradient() -> None:
 
 def test_a_cache_holds_zeros_where_nothing_was_stored_and_drops_sequences() -> None:
     cache = KeyValueCache(layers=2, batch=3, groups=2, length=33, block=32, head_dim=4, device=CPU)
-    assert cache.keys[0].shape == (3, 2, 2, 32, 4)
+    assert cache.keys[0].shape == (3, 2, 2, 4, 32)
+    assert cache.values[0].shape == (3, 2, 2, 32, 4)
     key = torch.arange(24.0).view(1, 3, 2, 4).bfloat16()
     cache.store(1, key, -key, torch.tensor([[0, 31, 32]]))
     assert bool((cache.keys[0] == 0).all())
-    assert cache.keys[1][1, :, 0, 31].tolist() == key[0, 1].tolist()
+    assert cache.keys[1][1, :, 0, :, 31].tolist() == key[0, 1].tolist()
     assert cache.values[1][2, :, 1, 0].tolist() == (-key[0, 2]).tolist()
     assert int((cache.keys[1] != 0).sum()) == 23  # element 0 of key is 0
     cache.keep(torch.tensor([2]))
-    assert cache.keys[1][0, :, 1, 0].tolist() == key[0, 2].tolist()
+    assert cache.keys[1][0, :, 1, :, 0].tolist() == key[0, 2].tolist()
 
 
 # Counting.

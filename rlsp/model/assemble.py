@@ -95,7 +95,7 @@ def assemble(config: Config, mesh: Mesh, device: torch.device) -> Models:
     shards = tuple(sorted(contract.virtual_tp // tp for tp in widths))
     wanted = wanted_products(config.model, contract, shards)
     certificate = certify(leaf, wanted, contract.token_block, torch.get_num_threads(), device=device)
-    products = leaf.certified(certificate.wide)
+    products = leaf.certified(certificate.wide, certificate.few)
     routes = config.numerics.routes.declared()
     training = Wiring(
         Phase.TRAIN, contract, products, mesh.tp, mesh.cp, config.layout.sequence_parallel, routes

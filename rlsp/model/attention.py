@@ -23,8 +23,9 @@ class KeyValueCache:
     """Hold rotated keys and values of every layer in blocks, zero where nothing is stored (NUMERICS rule 8).
 
     Attributes:
-        keys: One tensor a layer, [B, G, n_k, block, D]: the model's numbers, widened once to float32.
-        values: Likewise.
+        keys: One tensor a layer, [B, G, n_k, D, block], as products want them: the numbers, widened
+            once to float32.
+        values: Likewise, [B, G, n_k, block, D].
     """
 
     def __init__(
@@ -38,16 +39,17 @@ class KeyValueCache:
         device: torch.device,
     ) -> None:
         """Allocate room for `length` tokens, rounded up to blocks."""
-        shape = (batch, groups, -(-length // block), block, head_dim)
+        shape = (batch, groups, -(-length // block))
         self.block = block
-        self.keys = [torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(layers)]
+        self.keys = [torch.zeros((*shape, head_dim, block), device=device) for _ in range(layers)]
+        self.values = [torch.zeros((*shape, block, head_dim), device=device) for _ in range(layers)]
 
     def store(self, layer: int, key: Tensor, value: Tensor, positions: Tensor) -> None:
         """Write keys and values [n, b, G, D] at int64 positions [n, b] of layer `layer` (from 0)."""
         sequence = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
-        for cache, new in ((self.keys[layer], key), (self.values[layer], value)):
-            cache[sequence, :, positions // self.block, positions % self.block] = new.float()
+        block, place = positions // self.block, positions % self.block
+        self.keys[layer][sequence, :, block, :, place] = key.float()
+        self.values[layer][sequence, :, block, place] = value.float()
 
     def keep(self, sequences: Tensor) -> None:
         """Drop every sequence but those of the int64 index `sequences`."""
@@ -65,6 +67,7 @@ class Channel(PackedSeqParams):
         blocks: Key blocks to visit in the rollout (up to the longest sequence).
         guard: Where training notes leaves out of bound; None where there is no backward pass.
         bound: Magnitude below which dK's and dV's leaves must stay.
+        table: Cosine and sine of the positions, [s, b, 1, D/2]: all layers rotate alike, the first makes it.
     """
 
     positions: Tensor
@@ -72,6 +75,7 @@ class Channel(PackedSeqParams):
     blocks: int = 0
     guard: Guard | None = None
     bound: float = 0.0
+    table: tuple[Tensor, Tensor] | None = None
 
 
 class CoreAttention(nn.Module):
@@ -108,7 +112,7 @@ class CoreAttention(nn.Module):
             )
         channel = packed_seq_params
         self.wiring.count(Operator.ATTENTION, self.route)
-        query, key = (self._rotated(x, channel.positions, value.dtype) for x in (query, key))
+        query, key = (self._rotated(x, channel, value.dtype) for x in (query, key))
         self.wiring.capture(Site(Boundary.QUERY, self.layer_number - 1), query)
         self.wiring.capture(Site(Boundary.KEY, self.layer_number - 1), key)
         if channel.cache is not None:
@@ -118,10 +122,12 @@ class CoreAttention(nn.Module):
         self.wiring.capture(Site(Boundary.CORE_ATTENTION, self.layer_number - 1), attended)
         return attended
 
-    def _rotated(self, x: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    def _rotated(self, x: Tensor, channel: Channel, dtype: torch.dtype) -> Tensor:
         """Rotate heads [s, b, heads, D] by their positions and round once to `dtype`."""
-        cosine, sine = (t.unsqueeze(2) for t in rotary_table(positions, self.inverse_frequencies))
-        rotated: Tensor = Rotate.on(x, cosine, sine, dtype)
+        if channel.table is None:
+            cosine, sine = rotary_table(channel.positions, self.inverse_frequencies)
+            channel.table = cosine.unsqueeze(2), sine.unsqueeze(2)
+        rotated: Tensor = Rotate.on(x, *channel.table, dtype)
         return rotated
 
     def _own_queries(self, query: Tensor, key: Tensor, value: Tensor, channel: Channel) -> Tensor:
@@ -137,7 +143,7 @@ class CoreAttention(nn.Module):
         groups = key.shape[2]
         layer = self.layer_number - 1
         cache.store(layer, key, value, channel.positions)
-        keys, values = (x[layer][:, :, : channel.blocks].flatten(0, 1) for x in (cache.keys, cache.values))
+        keys, values = (x[layer].flatten(0, 1)[:, : channel.blocks] for x in (cache.keys, cache.values))
         rows = query.view(n, b, groups, -1, d).permute(1, 2, 0, 3, 4).reshape(b * groups, -1, d)
         positions = (
             channel.positions.t()

@@ -22,9 +22,10 @@ class NativeCoreAttention(CoreAttention):
 
     route = NATIVE
 
-    def _rotated(self, x: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    def _rotated(self, x: Tensor, channel: Channel, dtype: torch.dtype) -> Tensor:
         """Rotate heads in the model's dtype, as Megatron-Core's unfused rotation does."""
-        tables = (torch.cat((t, t), dim=-1) for t in rotary_table(positions, self.inverse_frequencies))
+        halves = rotary_table(channel.positions, self.inverse_frequencies)
+        tables = (torch.cat((t, t), dim=-1) for t in halves)
         cosine, sine = (t.unsqueeze(2).to(dtype) for t in tables)
         first, second = x.chunk(2, dim=-1)
         return x * cosine + torch.cat((-second, first), dim=-1) * sine
@@ -45,9 +46,8 @@ class NativeCoreAttention(CoreAttention):
         """Store the new keys and values, then attend to the cache; what it widened is narrowed exactly."""
         layer = self.layer_number - 1
         cache.store(layer, key, value, channel.positions)
-        keys, values = (
-            x[layer][:, :, : channel.blocks].flatten(2, 3).to(query.dtype) for x in (cache.keys, cache.values)
-        )
+        held = (cache.keys[layer].transpose(3, 4), cache.values[layer])
+        keys, values = (x[:, :, : channel.blocks].flatten(2, 3).to(query.dtype) for x in held)
         at = torch.arange(keys.shape[2], device=query.device)
         mask = (at <= channel.positions.t().unsqueeze(-1)).unsqueeze(1)
         return self._sdpa(query, keys, values, mask)

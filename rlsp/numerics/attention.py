@@ -12,9 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlsp.numerics import compiled
 from rlsp.numerics.elementwise import MASKED
 from rlsp.numerics.fixed import Scratch, UnitAdder, reach
 from rlsp.numerics.products import WIDE_ROWS, Products, fresh, widened
+
+TILE = 32
+"""Rows of a tile that the compiled kernel is tried against."""
 
 SCORES = 1 << 24
 """Of cached attention, computed at once: a long prompt is cut, or its scores would fill the memory."""
@@ -211,7 +215,7 @@ def cached_attention(
     Args:
         products: Leaf products.
         q: [B, R, D]: R queries of key-value head B (new tokens × query heads of the group).
-        k: [B, n_k, block, D] cached keys, zero where nothing is stored yet.
+        k: [B, n_k, D, block] cached keys, zero where nothing is stored yet.
         v: [B, n_k, block, D].
         positions: int64 [B, R], each query's position; it sees the keys at positions up to its own.
         scale: Factor on the scores.
@@ -219,8 +223,12 @@ def cached_attention(
     Returns:
         float32 [B, R, D].
     """
+    if products.row_tile == TILE:
+        done = compiled.cached_attention(widened(q), k, v, positions, scale, MASKED)
+        if done is not None:
+            return done
     b, r, d = q.shape
-    _, n_k, block, _ = k.shape
+    _, n_k, block, _ = v.shape
     tiles = max(1, SCORES // (b * n_k * block * products.row_tile))
     rows = tiles * products.row_tile
     if r <= rows:
@@ -238,10 +246,8 @@ def _attend_cached(
 ) -> Tensor:
     """Attend some queries, all at once, to the blocks given."""
     b, r, d = q.shape
-    n_k, block = k.shape[1], k.shape[2]
-    scores = (
-        _tiled(products, widened(q).unsqueeze(1).expand(b, n_k, r, d), widened(k).transpose(2, 3)) * scale
-    )
+    n_k, block = v.shape[1], v.shape[2]
+    scores = _tiled(products, widened(q).unsqueeze(1).expand(b, n_k, r, d), widened(k)) * scale
     key_position = torch.arange(n_k * block, device=q.device).view(1, n_k, 1, block)
     visible = key_position <= positions.view(b, 1, r, 1)
     scores = torch.where(visible, scores, MASKED)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlsp.bits import same_bits
+from rlsp.numerics.compiled import Kernel, running
 from rlsp.numerics.operands import agree, cancelling, noise
 from rlsp.numerics.operators import (
     LONGEST_ROW,
@@ -23,9 +24,10 @@ from rlsp.numerics.operators import (
     unsafe_operators,
     unsafe_reductions,
 )
-from rlsp.numerics.probes import probes
+from rlsp.numerics.probes import RowProbe, probes
 from rlsp.numerics.products import Product, Products, Shape
 
+FEW = (Product.COLUMN, Product.ROW)  # what decoding calls
 _WITNESS = (48, 256)  # columns and depth of the product that shows the operands' power
 
 
@@ -39,6 +41,7 @@ class Certificate:
 
     Attributes:
         wide: Shapes whose wide call equals the leaf path.
+        few: Shapes of which the compiled kernel for few rows does, where it runs.
         narrowed: Shapes that stay on the leaf path, in words.
         checks: Comparisons made.
         digest: SHA-256 of this machine's kernel outputs on fixed operands: equal on every rank or the run is
@@ -52,6 +55,7 @@ class Certificate:
     checks: int
     digest: str
     observations: tuple[tuple[str, bool], ...] = ()
+    few: frozenset[Shape] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -96,17 +100,18 @@ def certify(
     if unsafe:
         raise NoExactPathError("; ".join(unsafe))
     checks = 1 + 3 * len(OPERATORS) + len(REDUCTIONS) * len(widths)
-    wide, narrowed = set(), []
+    wide, few, narrowed = set(), set(), []
     for item in wanted:
         exact, made = _try(products, item, token_block, at)
         checks += made
+        if item.shape.product in FEW and _try_few(products, item, token_block, at):
+            few.add(item.shape)
         if exact:
             wide.add(item.shape)
         else:
             narrowed.append(_words(item.shape))
-    return Certificate(
-        frozenset(wide), tuple(narrowed), checks, _machine_digest(products, threads_seen, at), _observe(at)
-    )
+    digest = _machine_digest(products, threads_seen, at)
+    return Certificate(frozenset(wide), tuple(narrowed), checks, digest, _observe(at), frozenset(few))
 
 
 def _try(products: Products, item: Sharded, token_block: int, device: torch.device) -> tuple[bool, int]:
@@ -126,6 +131,18 @@ def _try(products: Products, item: Sharded, token_block: int, device: torch.devi
             checks += 1
             exact = exact and same_bits(got, want)
     return exact, checks
+
+
+def _try_few(products: Products, item: Sharded, token_block: int, device: torch.device) -> bool:
+    """Return whether the compiled kernel for few rows runs and leaves the leaf path's bits."""
+    if Kernel.FEW_ROWS not in running().allowed:
+        return False
+    few = products.certified(frozenset(), frozenset({item.shape}))
+    found = probes(item.shape, item.shards, products.row_tile, token_block, device)
+    pairs = [
+        pair for probe in found if isinstance(probe, RowProbe) for pair in probe.few_pairs(products, few)
+    ]
+    return all(same_bits(got, want) for _, got, want in pairs)
 
 
 def _words(shape: Shape) -> str:

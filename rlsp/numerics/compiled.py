@@ -21,7 +21,9 @@ from rlsp import determinism
 from rlsp.numerics import compiler
 
 SOURCE = Path(__file__).with_name("kernels.c")
-TREE_LEAVES = 64  # as in the source
+TREE_LEAVES, KEYS, QUERIES = 64, 32, 31  # as in the source
+HEADS = (16, 32, 64, 80, 96, 128, 256)
+"""Sizes of a head that cached attention is tried with, and runs for; the source has room for the last."""
 _LEVELS = 3  # of strides that a kernel follows through a leaf
 
 
@@ -32,6 +34,8 @@ class Kernel(Enum):
     SHARD_HASHES = "shard_hashes"
     ROW_DIGEST = "row_digest"
     TREE_SUM = "tree_sum"
+    FEW_ROWS = "few_rows"
+    CACHED_ATTENTION = "cached_attention"
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,18 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
         "rlsp_shard_hashes": [pointer, pointer, word, word],
         "rlsp_row_digest": [pointer, pointer, word, word, word, word, word],
         "rlsp_tree_sum": [pointer, pointer, word, word, word],
+        "rlsp_few_rows": [pointer, pointer, pointer, shape],
+        "rlsp_cached_scores": [
+            pointer,
+            pointer,
+            pointer,
+            pointer,
+            shape,
+            word,
+            ctypes.c_float,
+            ctypes.c_float,
+        ],
+        "rlsp_cached_values": [pointer, pointer, pointer, pointer, shape, word],
     }.items():
         function = getattr(library, name)
         function.argtypes, function.restype = takes, None
@@ -231,4 +247,69 @@ def tree_sum(x: Tensor) -> Tensor | None:
         return None
     out = torch.empty(x.shape[1:], dtype=x.dtype)
     library.rlsp_tree_sum(out.data_ptr(), x.data_ptr(), x.shape[0], out.numel(), x.stride(0))
+    return out
+
+
+def few_rows(x: Tensor, w: Tensor) -> Tensor | None:
+    """Multiply a few rows by every shard's matrix.
+
+    Args:
+        x: Floating point [T, V·K]; shard v takes columns v·K to (v+1)·K.
+        w: float32 [V, K, N], contiguous.
+
+    Returns:
+        float32 [V, T, N]; None where torch's code has to run.
+    """
+    library = _library(Kernel.FEW_ROWS, x, w)
+    if library is None or w.dtype != torch.float32:
+        return None
+    rows, (v, k, n) = x.to(torch.float32).contiguous(), w.shape
+    out = torch.empty((v, rows.shape[0], n))
+    shape = (ctypes.c_int64 * 4)(v, rows.shape[0], k, n)
+    library.rlsp_few_rows(out.data_ptr(), rows.data_ptr(), w.data_ptr(), shape)
+    return out
+
+
+def cached_attention(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, masked: float
+) -> Tensor | None:
+    """Attend a few queries to a block cache, around torch's own exp.
+
+    Args:
+        q: float32 [B, R, D].
+        k: float32 [B, n_k, D, block]; heads may lie apart.
+        v: float32 [B, n_k, block, D], likewise.
+        positions: int64 [B, R].
+        scale: Factor on the scores.
+        masked: The score of a key that is not seen.
+
+    Returns:
+        float32 [B, R, D]; None where torch's code has to run: without the kernel, for other blocks, heads or
+        dtypes, and for a whole tile of queries.
+    """
+    library = _library(Kernel.CACHED_ATTENTION, q, k, v)
+    b, r, d = q.shape
+    if library is None or v.shape[2] != KEYS or d not in HEADS or r > QUERIES:
+        return None
+    if any(x.dtype != torch.float32 or not x[0].is_contiguous() for x in (k, v)):
+        return None
+    rows, seen = q.contiguous(), positions.contiguous()
+    blocks = k.shape[1]
+    shape = (ctypes.c_int64 * 4)(b, r, blocks, d)
+    weights = torch.empty((b, r, blocks, KEYS + 1))
+    library.rlsp_cached_scores(
+        weights.data_ptr(),
+        rows.data_ptr(),
+        k.data_ptr(),
+        seen.data_ptr(),
+        shape,
+        k.stride(0),
+        scale,
+        masked,
+    )
+    weights.exp_()
+    out = torch.empty((b, r, d))
+    library.rlsp_cached_values(
+        out.data_ptr(), weights.data_ptr(), v.data_ptr(), seen.data_ptr(), shape, v.stride(0)
+    )
     return out

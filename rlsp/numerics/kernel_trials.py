@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from rlsp.bits import row_digest, same_bits, shard_hashes
-from rlsp.numerics.compiled import TORCH, Kernel, Kernels, using
+from rlsp.numerics.attention import TILE, cached_attention
+from rlsp.numerics.compiled import HEADS, KEYS, QUERIES, TORCH, Kernel, Kernels, using
 from rlsp.numerics.fixed import Scratch, UnitAdder, add_leaves, leaf_bound
-from rlsp.numerics.operands import noise
+from rlsp.numerics.operands import cancelling, noise
+from rlsp.numerics.products import Product, Products, Shape
 from rlsp.numerics.tree import tree_sum
 
 _CPU = torch.device("cpu")
@@ -129,9 +131,43 @@ def _summed(*leaves: Tensor) -> Outputs:
     return tuple(tree_sum(x) for x in leaves)
 
 
+def _rows() -> Iterator[Trial]:
+    """Multiply rows by operands that cancel; the certificate does so again, at the shapes of a run."""
+    for shards, count, k, n in ((1, 5, 128, 104), (8, 3, 16, 64), (2, 32, 48, 33)):
+        x, w = cancelling(count, n, k, shards)
+        weight = w.unsqueeze(0).repeat(shards, 1, 1)
+        yield partial(_multiplied, x.repeat(1, shards), weight)
+
+
+def _multiplied(x: Tensor, weight: Tensor) -> Outputs:
+    _, n, k = weight.shape
+    shapes = frozenset({Shape(Product.ROW, n, k), Shape(Product.COLUMN, n, k)})
+    products = Products(TILE).certified(frozenset(), shapes)
+    return products.row(x, weight), products.column(x[:, :k], weight)
+
+
+def _attentions() -> Iterator[Trial]:
+    """Attend to one block and to several, from a position in the middle of each; some queries see fewer."""
+    for d in HEADS:
+        for heads, count, blocks in ((2, 1, 1), (3, 2, 3), (1, QUERIES, 2)):
+            q, k, v = (
+                noise(d + i, (heads, n, d), _CPU) for i, n in enumerate((count, blocks * KEYS, blocks * KEYS))
+            )
+            keys, values = k.view(heads, blocks, d, KEYS) * 4, v.view(heads, blocks, KEYS, d)
+            positions = (torch.arange(heads * count) * 7 % (blocks * KEYS)).view(heads, count)
+            positions[0, 0] = blocks * KEYS - 2
+            yield partial(_attended, q, keys, values, positions)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Outputs:
+    return (cached_attention(Products(TILE), q, k, v, positions, q.shape[2] ** -0.5),)
+
+
 _TRIALS: dict[Kernel, Callable[[], Iterator[Trial]]] = {
     Kernel.ADD_LEAVES: _sums,
     Kernel.SHARD_HASHES: _hashes,
     Kernel.ROW_DIGEST: _digests,
     Kernel.TREE_SUM: _trees,
+    Kernel.FEW_ROWS: _rows,
+    Kernel.CACHED_ATTENTION: _attentions,
 }

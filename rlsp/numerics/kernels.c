@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { COLUMNS = 2048, TREE_COLUMNS = 256, TREE_LEAVES = 64 };
+enum { COLUMNS = 2048, TREE_COLUMNS = 256, TREE_LEAVES = 64, KEYS = 32, HEAD = 256, QUERIES = 31, LANES = 8 };
 
 static const uint64_t GOLDEN = 0x9E3779B97F4A7C15u, SECOND = 0xD1B54A32D192ED03u;
 static const float INT64_LIMIT = 9223372036854775808.0f; /* 2^63: what is not below it has no integer */
@@ -137,5 +137,98 @@ void rlsp_tree_sum(float *restrict out, const float *restrict leaves, int64_t co
             if (left % 2) memmove(sums[left / 2], sums[left - 1], (size_t)width * sizeof *from);
         }
         memcpy(out + column, sums[0], (size_t)width * sizeof *out);
+    }
+}
+
+/* Multiply a row [depth] by w [depth, KEYS], rows `stride` apart: one chain of fused additions a column, as the
+ * BLAS has it for depths up to its block. */
+static inline void row_product(float *restrict out, const float *row, const float *w, int64_t depth, int64_t stride) {
+    float sums[KEYS] = {0};
+    for (int64_t k = 0; k < depth; k++)
+        for (int i = 0; i < KEYS; i++) sums[i] = fmaf(row[k], w[k * stride + i], sums[i]);
+    memcpy(out, sums, sizeof sums);
+}
+
+/* As row_product, for the last columns, fewer than KEYS. */
+static inline void short_product(float *restrict out, const float *row, const float *w, int64_t depth, int64_t stride,
+                                 int64_t columns) {
+    float sums[KEYS] = {0};
+    for (int64_t k = 0; k < depth; k++)
+        for (int64_t i = 0; i < columns; i++) sums[i] = fmaf(row[k], w[k * stride + i], sums[i]);
+    memcpy(out, sums, (size_t)columns * sizeof *out);
+}
+
+/* Multiply rows [count, shards, depth] by w [shards, depth, n] into out [shards, count, n]. */
+void rlsp_few_rows(float *out, const float *rows, const float *w, const int64_t shape[4]) {
+    const int64_t shards = shape[0], count = shape[1], depth = shape[2], n = shape[3];
+    for (int64_t shard = 0; shard < shards; shard++, w += depth * n)
+        for (int64_t column = 0; column < n; column += KEYS)
+            for (int64_t i = 0; i < count; i++) {
+                const float *row = rows + (i * shards + shard) * depth;
+                float *to = out + (shard * count + i) * n + column;
+                if (column + KEYS <= n) row_product(to, row, w + column, depth, n);
+                else short_product(to, row, w + column, depth, n, n - column);
+            }
+}
+
+/* Attend queries [heads, count, d] to cached keys [heads, blocks, d, KEYS], heads `apart` floats apart: the first
+ * half, up to exp. out [heads, count, blocks, KEYS + 1]: score − maximum so far, and the maximum's decay; zeros
+ * behind a query's last block. */
+void rlsp_cached_scores(float *out, const float *queries, const float *keys, const int64_t *positions,
+                        const int64_t shape[4], int64_t apart, float scale, float masked) {
+    const int64_t heads = shape[0], count = shape[1], blocks = shape[2], d = shape[3];
+    for (int64_t head = 0; head < heads; head++) {
+        float tops[QUERIES];
+        for (int64_t i = 0; i < count; i++) tops[i] = masked;
+        for (int64_t j = 0; j < blocks; j++) {
+            const float *block = keys + head * apart + j * KEYS * d;
+            for (int64_t i = 0; i < count; i++) {
+                const int64_t row = head * count + i, seen = positions[row] - j * KEYS + 1;
+                float *scores = out + (row * blocks + j) * (KEYS + 1);
+                if (seen <= 0) {
+                    memset(scores, 0, (KEYS + 1) * sizeof *scores);
+                    continue;
+                }
+                row_product(scores, queries + row * d, block, d, KEYS);
+                const float old = tops[i];
+                float most = masked;
+                for (int key = 0; key < KEYS; key++) {
+                    scores[key] = key < seen ? scores[key] * scale : masked;
+                    most = !(scores[key] <= most) ? scores[key] : most;
+                }
+                if (j > 0 && !(old <= most)) most = old;
+                for (int key = 0; key < KEYS; key++) scores[key] -= most;
+                scores[KEYS] = old - most;
+                tops[i] = most;
+            }
+        }
+    }
+}
+
+/* The second half: weights as rlsp_cached_scores left them, after exp; values [heads, blocks, KEYS, d]. */
+void rlsp_cached_values(float *out, const float *weights, const float *values, const int64_t *positions,
+                        const int64_t shape[4], int64_t apart) {
+    const int64_t heads = shape[0], count = shape[1], blocks = shape[2], d = shape[3];
+    for (int64_t row = 0; row < heads * count; row++) {
+        float state[HEAD] = {0}, total = 0;
+        for (int64_t j = 0; j < blocks && positions[row] >= j * KEYS; j++) {
+            const float *given = weights + (row * blocks + j) * (KEYS + 1), decay = given[KEYS];
+            const float *block = values + row / count * apart + j * KEYS * d;
+            const int64_t seen = positions[row] - j * KEYS + 1;
+            float own[KEYS], lanes[LANES] = {0}, sum = 0;
+            for (int key = 0; key < KEYS; key++) own[key] = key < seen ? given[key] : 0;
+            for (int i = 0; i < LANES; i++)
+                lanes[i] = own[i] + own[LANES + i] + own[2 * LANES + i] + own[3 * LANES + i];
+            for (int i = 0; i < LANES; i++) sum += lanes[i];
+            total = total * decay + sum;
+            for (int64_t first = 0; first < d; first += KEYS) {
+                float part[KEYS];
+                if (first + KEYS <= d) row_product(part, own, block + first, KEYS, d);
+                else short_product(part, own, block + first, KEYS, d, d - first);
+                for (int64_t i = first; i < d && i < first + KEYS; i++)
+                    state[i] = state[i] * decay + part[i - first];
+            }
+        }
+        for (int64_t i = 0; i < d; i++) out[row * d + i] = state[i] / total;
     }
 }

@@ -65,6 +65,14 @@ class RowProbe:
                 got = self.call(wide, _rolled(self.x, tiles), self.w, v)
                 yield f"{v} shards, {tiles} tiles", got, _rolled(y, tiles).expand(v, -1, -1)
 
+    def few_pairs(self, leaf: Products, few: Products) -> Iterator[Pair]:
+        """Call with few rows, whole tiles or not."""
+        y = self._tile(leaf, self.x)
+        for v in self.counts:
+            for rows in (1, 7, self.x.shape[0]):
+                got = self.call(few, self.x[:rows], self.w, v)
+                yield f"{v} shards, {rows} rows", got, y[:rows].expand(v, -1, -1)
+
     def _tile(self, products: Products, x: Tensor) -> Tensor:
         return self.call(products, x, self.w, 1)[0]
 

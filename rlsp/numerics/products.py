@@ -8,21 +8,28 @@ leave the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from rlsp.numerics import compiled
 
 ALIGNMENT_BYTES = 64
 # Rows of one wide call, at most: the certificate tries every number of tiles up to here. MKL (AVX-512) cuts
 # sums over k >= 1024 in another way from 192 rows on, where the weight is stored [k, n] with n >= 256.
 WIDE_ROWS = 128
+FEW_ROWS = 64  # of the compiled kernel, at most: above, the BLAS is faster
+FEW_ELEMENTS = 1 << 20  # of the weights that are kept turned for it, each
 WIDE_ELEMENTS = 1 << 24  # of one wide call's output, at most, unless one row tile has more: 64 MiB of float32
 
 
 Combine = Callable[[Tensor], Tensor]
+
+_TURNED: MutableMapping[Tensor, tuple[int, bool, Tensor]] = WeakTensorKeyDictionary()
 
 
 class Product(Enum):
@@ -53,14 +60,16 @@ class Products:
     Attributes:
         row_tile: Rows of a tile; every call has a whole number of them.
         wide: Shapes whose wide call left the leaf path's bits in the start-up certificate.
+        few: Shapes of which the compiled kernel for few rows did.
     """
 
     row_tile: int
     wide: frozenset[Shape] = frozenset()
+    few: frozenset[Shape] = frozenset()
 
-    def certified(self, shapes: frozenset[Shape]) -> Products:
-        """Return these products with `shapes` allowed on the wide path."""
-        return replace(self, wide=shapes)
+    def certified(self, wide: frozenset[Shape], few: frozenset[Shape] = frozenset()) -> Products:
+        """Return these products with `wide` allowed on the wide path, and `few` in the compiled kernel."""
+        return replace(self, wide=wide, few=few)
 
     def column(self, x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Multiply rows by every virtual shard of a column-parallel weight, whole K inside one leaf.
@@ -74,6 +83,8 @@ class Products:
             [T, V·N] in `dtype`.
         """
         v, n, k = weight.shape
+        if (few := self._few(x, weight, Shape(Product.COLUMN, n, k))) is not None:
+            return few[0].to(dtype)
         w = widened(weight)
         if Shape(Product.COLUMN, n, k) in self.wide:
             whole = w.view(v * n, k).t()
@@ -110,6 +121,8 @@ class Products:
             Leaves [V, T, N] float32, whose tree sum is the layer's output; [T, N] where they are combined.
         """
         _, n, k = weight.shape
+        if (few := self._few(x, weight, Shape(Product.ROW, n, k))) is not None:
+            return few if combine is None else combine(few)
         return self._leaves(x, widened(weight).transpose(1, 2), Shape(Product.ROW, n, k), combine)
 
     def column_back(self, dy: Tensor, weight: Tensor, combine: Combine | None = None) -> Tensor:
@@ -179,6 +192,14 @@ class Products:
             return torch.bmm(left.transpose(1, 2), right)
         return torch.stack([torch.mm(fresh(a).t(), fresh(b)) for a, b in zip(left, right, strict=True)])
 
+    def _few(self, x: Tensor, weight: Tensor, shape: Shape) -> Tensor | None:
+        """Multiply a few rows by weights that nobody trains: [V, T, N], or [1, T, V·N] of columns."""
+        if shape not in self.few or x.shape[0] > FEW_ROWS:
+            return None
+        if weight.requires_grad or weight.numel() > FEW_ELEMENTS:
+            return None
+        return compiled.few_rows(x, turned(weight, together=shape.product is Product.COLUMN))
+
     def _leaves(self, x: Tensor, w: Tensor, shape: Shape, combine: Combine | None) -> Tensor:
         """Multiply [T, V·a] by [V, a, b] shard by shard into [V, T, b], or [T, b] where they are combined."""
         v, width = w.shape[0], w.shape[2]
@@ -237,6 +258,20 @@ def wide_rows(row_tile: int, columns: int) -> int:
     """
     rows = min(WIDE_ROWS, WIDE_ELEMENTS // columns)
     return max(rows // row_tile, 1) * row_tile
+
+
+def turned(weight: Tensor, *, together: bool) -> Tensor:
+    """Return a weight [V, N, K] in float32 as [V, K, N], or as [1, K, V·N]; kept until its bits change.
+
+    What is kept takes twice the memory of the weight in bfloat16.
+    """
+    kept = _TURNED.get(weight)
+    if kept is None or kept[:2] != (weight._version, together):
+        wide = weight.detach().to(torch.float32)
+        every = wide.reshape(1, -1, wide.shape[2]) if together else wide
+        kept = (weight._version, together, every.transpose(1, 2).contiguous())
+        _TURNED[weight] = kept
+    return kept[2]
 
 
 def widened(x: Tensor) -> Tensor:
