@@ -179,6 +179,35 @@ MUTANTS = {
     ),
     "the first of two NaN": (Kernel.TREE_SUM, "(b != b ? b : a) + b", "a + (a != a ? a : b)"),
     "the odd leaf lost": (Kernel.TREE_SUM, "if (left % 2) memmove", "if (0) memmove"),
+    "even numerators": (Kernel.UNIFORMS, "word >> 40 | 1", "word >> 40"),
+    "the column before": (Kernel.UNIFORMS, "(uint64_t)(first + 1 + i)", "(uint64_t)(first + i)"),
+    "levels that are folded early": (Kernel.RMS_NORM, "LEVEL_STEPS = 16", "LEVEL_STEPS = 8"),
+    "chains added from the last": (
+        Kernel.RMS_NORM,
+        "lanes[i] += lanes[chain * LANES + i]",
+        "lanes[i] += lanes[(CHAINS - chain) * LANES + i]",
+    ),
+    "products rounded before they are added": (
+        Kernel.FEW_ROWS,
+        "fmaf(row[2 * row_stride], from[i], c[i])",
+        "row[2 * row_stride] * from[i] + c[i]",
+    ),
+    "one key too many": (Kernel.CACHED_ATTENTION, "key < seen ? scores[key]", "key <= seen ? scores[key]"),
+    "weights added from the last": (
+        Kernel.CACHED_ATTENTION,
+        "own[i] + own[LANES + i] + own[2 * LANES + i] + own[3 * LANES + i]",
+        "own[3 * LANES + i] + own[2 * LANES + i] + own[LANES + i] + own[i]",
+    ),
+    "a fused decay": (
+        Kernel.CACHED_ATTENTION,
+        "state[i] * decay + part[i - first]",
+        "fmaf(state[i], decay, part[i - first])",
+    ),
+    "a maximum of its own for each block": (
+        Kernel.CACHED_ATTENTION,
+        "if (j > 0 && !(old <= most)) most = old;",
+        "",
+    ),
 }
 
 
@@ -209,9 +238,7 @@ def test_nothing_runs_compiled_unless_asked_and_the_switch_undoes_itself(kernels
 
 def test_what_is_not_allowed_runs_in_torch(kernels: Kernels) -> None:
     some = kernels.only(frozenset({Kernel.TREE_SUM}))
-    assert some.paths() == {
-        "add_leaves": "torch", "shard_hashes": "torch", "row_digest": "torch", "tree_sum": "compiled"
-    }  # fmt: skip
+    assert some.paths() == {**dict.fromkeys((k.value for k in Kernel), "torch"), "tree_sum": "compiled"}
     with using(some), mock.patch.object(some.library, "rlsp_shard_hashes", side_effect=AssertionError):
         shard_hashes(torch.zeros(2, 3))
 

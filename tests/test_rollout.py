@@ -189,7 +189,7 @@ def unpadded_tiles(_self: Products, x: Tensor) -> Tensor:
 def fused_attention(
     _products: Products, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float
 ) -> Tensor:
-    keys, values = k.flatten(1, 2), v.flatten(1, 2)
+    keys, values = k.transpose(2, 3).flatten(1, 2), v.flatten(1, 2)
     visible = torch.arange(keys.shape[1]) <= positions.unsqueeze(-1)
     return torch.nn.functional.scaled_dot_product_attention(
         q.float(), keys, values, attn_mask=visible, scale=scale

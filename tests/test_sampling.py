@@ -85,7 +85,7 @@ class TestNoise:
             def stuck(x: Tensor, word: int = word) -> Tensor:
                 return torch.full_like(x, word)
 
-            monkeypatch.setattr("rlsp.rl.sampling.mix64_", stuck)
+            monkeypatch.setattr("rlsp.numerics.hashing.mix64_", stuck)
             assert float(gumbel(torch.tensor([5]), 0, 1)) == pytest.approx(bound, abs=1e-3)
 
     def test_an_even_numerator_of_24_bits_would_reach_one_or_infinite_noise(self) -> None:

@@ -22,6 +22,7 @@ from rlsp.numerics import compiler
 
 SOURCE = Path(__file__).with_name("kernels.c")
 TREE_LEAVES, KEYS, QUERIES = 64, 32, 31  # as in the source
+LONGEST_NORM = 1 << 13
 HEADS = (16, 32, 64, 80, 96, 128, 256)
 """Sizes of a head that cached attention is tried with, and runs for; the source has room for the last."""
 _LEVELS = 3  # of strides that a kernel follows through a leaf
@@ -34,6 +35,8 @@ class Kernel(Enum):
     SHARD_HASHES = "shard_hashes"
     ROW_DIGEST = "row_digest"
     TREE_SUM = "tree_sum"
+    UNIFORMS = "uniforms"
+    RMS_NORM = "rms_norm"
     FEW_ROWS = "few_rows"
     CACHED_ATTENTION = "cached_attention"
 
@@ -109,6 +112,8 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
         "rlsp_shard_hashes": [pointer, pointer, word, word],
         "rlsp_row_digest": [pointer, pointer, word, word, word, word, word],
         "rlsp_tree_sum": [pointer, pointer, word, word, word],
+        "rlsp_uniforms": [pointer, pointer, word, word, word],
+        "rlsp_rms_norm": [pointer, pointer, pointer, pointer, word, word, ctypes.c_float],
         "rlsp_few_rows": [pointer, pointer, pointer, shape],
         "rlsp_cached_scores": [
             pointer,
@@ -128,8 +133,10 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _library(kernel: Kernel, *tensors: Tensor) -> ctypes.CDLL | None:
-    """Return the library where it may run a kernel on these tensors."""
+    """Return the library where it may run a kernel on these tensors: on the CPU, where no gradient is due."""
     if kernel not in _running.allowed or any(x.device.type != "cpu" or not x.numel() for x in tensors):
+        return None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return None
     return _running.library
 
@@ -243,11 +250,51 @@ def tree_sum(x: Tensor) -> Tensor | None:
     library = _library(Kernel.TREE_SUM, x)
     if library is None or x.dtype != torch.float32 or not 2 <= x.shape[0] <= TREE_LEAVES:
         return None
-    if not x[0].is_contiguous() or (x.requires_grad and torch.is_grad_enabled()):
+    if not x[0].is_contiguous():
         return None
     out = torch.empty(x.shape[1:], dtype=x.dtype)
     library.rlsp_tree_sum(out.data_ptr(), x.data_ptr(), x.shape[0], out.numel(), x.stride(0))
     return out
+
+
+def uniforms(keys: Tensor, first_index: int, count: int) -> Tensor | None:
+    """Return float32 [B, count] in (0, 1) for int64 keys [B] and columns from `first_index` on.
+
+    None where torch's code has to run.
+    """
+    library = _library(Kernel.UNIFORMS, keys)
+    if library is None:
+        return None
+    held, out = keys.contiguous(), torch.empty((keys.numel(), count))
+    library.rlsp_uniforms(out.data_ptr(), held.data_ptr(), held.numel(), count, first_index)
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor] | None:
+    """Normalise rows; None where torch's code has to run.
+
+    Args:
+        x: float32 [..., n], contiguous.
+        weight: float32 [n], contiguous.
+        epsilon: Added to the mean square.
+
+    Returns:
+        float32 [..., n], and the reciprocal root mean squares, float32 [..., 1].
+    """
+    library = _library(Kernel.RMS_NORM, x, weight)
+    if library is None or x.shape[-1] > LONGEST_NORM or not x.is_contiguous():
+        return None
+    out, reciprocals = torch.empty_like(x), torch.empty((*x.shape[:-1], 1))
+    library.rlsp_rms_norm(
+        out.data_ptr(),
+        reciprocals.data_ptr(),
+        x.data_ptr(),
+        weight.data_ptr(),
+        reciprocals.numel(),
+        x.shape[-1],
+        epsilon,
+    )
+    return out, reciprocals
 
 
 def few_rows(x: Tensor, w: Tensor) -> Tensor | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlsp.digest import as_int64
+from rlsp.numerics import compiled
 
 GOLDEN: Final = as_int64(0x9E3779B97F4A7C15)
 """2^64 / golden ratio, odd: multiples of it are spread evenly, and distinct for distinct integers."""
@@ -20,6 +21,8 @@ SECOND: Final = as_int64(0xD1B54A32D192ED03)
 
 _FIRST_FACTOR: Final = as_int64(0xBF58476D1CE4E5B9)
 _SECOND_FACTOR: Final = as_int64(0x94D049BB133111EB)
+_ALL: Final = (1 << 64) - 1
+_MANTISSA_BITS: Final = 24
 
 
 def shift_right(x: Tensor, bits: int) -> Tensor:
@@ -71,6 +74,32 @@ def hash_words(*words: Tensor | int) -> Tensor:
         elif isinstance(state, Tensor):
             state = mix64_((state ^ as_int64(word)) + GOLDEN)
         else:
-            state = mix64_(torch.tensor(as_int64(word) ^ state, dtype=torch.int64) + GOLDEN)
-    assert isinstance(state, Tensor)
-    return state
+            state = _mix64_integer((as_int64(word) ^ state) + GOLDEN)
+    return state if isinstance(state, Tensor) else torch.tensor(state, dtype=torch.int64)
+
+
+def _mix64_integer(word: int) -> int:
+    """Apply `mix64` to a Python integer, modulo 2^64; signed."""
+    word &= _ALL
+    word = (word ^ word >> 30) * (_FIRST_FACTOR & _ALL) & _ALL
+    word = (word ^ word >> 27) * (_SECOND_FACTOR & _ALL) & _ALL
+    return as_int64(word ^ word >> 31)
+
+
+def uniform(keys: Tensor, first_index: int, count: int) -> Tensor:
+    """Return odd multiples of 2^-24, exact in float32 and strictly inside (0, 1).
+
+    Args:
+        keys: int64 [B].
+        first_index: Index of the first column.
+        count: Columns.
+
+    Returns:
+        float32 [B, count]; element [b, i] is a function of keys[b] and first_index + i alone.
+    """
+    if (done := compiled.uniforms(keys, first_index, count)) is not None:
+        return done
+    columns = torch.arange(first_index + 1, first_index + 1 + count, device=keys.device) * GOLDEN
+    words = mix64_(keys[:, None] ^ mix64_(columns))
+    odd = shift_right(words, 64 - _MANTISSA_BITS).bitwise_or_(1)
+    return odd.to(torch.float32) * 2.0**-_MANTISSA_BITS

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from rlsp.bits import row_digest, same_bits, shard_hashes
 from rlsp.numerics.attention import TILE, cached_attention
-from rlsp.numerics.compiled import HEADS, KEYS, QUERIES, TORCH, Kernel, Kernels, using
+from rlsp.numerics.compiled import HEADS, KEYS, LONGEST_NORM, QUERIES, TORCH, Kernel, Kernels, using
+from rlsp.numerics.elementwise import rms_norm
 from rlsp.numerics.fixed import Scratch, UnitAdder, add_leaves, leaf_bound
+from rlsp.numerics.hashing import uniform
 from rlsp.numerics.operands import cancelling, noise
 from rlsp.numerics.products import Product, Products, Shape
 from rlsp.numerics.tree import tree_sum
@@ -131,6 +133,23 @@ def _summed(*leaves: Tensor) -> Outputs:
     return tuple(tree_sum(x) for x in leaves)
 
 
+def _uniforms() -> Iterator[Trial]:
+    keys = (noise(3, (9,), _CPU) * 2.0**62).to(torch.int64)
+    for first, count in ((0, 1), (7, 40), (151_000, 333)):
+        yield partial(_uniform, keys, first, count)
+
+
+def _uniform(keys: Tensor, first: int, count: int) -> Outputs:
+    return (uniform(keys, first, count),)
+
+
+def _norms() -> Iterator[Trial]:
+    """Normalise rows with every kind of tail, and so long that sums are folded once and again."""
+    for width in (*_WIDTHS, 32, 128, 520, 576, 1024, LONGEST_NORM):
+        x = noise(width, (16, width), _CPU) * torch.exp2(noise(width + 1, (16, 1), _CPU) * 20)
+        yield partial(rms_norm, x, noise(width + 2, (width,), _CPU), 1e-6)
+
+
 def _rows() -> Iterator[Trial]:
     """Multiply rows by operands that cancel; the certificate does so again, at the shapes of a run."""
     for shards, count, k, n in ((1, 5, 128, 104), (8, 3, 16, 64), (2, 32, 48, 33)):
@@ -168,6 +187,8 @@ _TRIALS: dict[Kernel, Callable[[], Iterator[Trial]]] = {
     Kernel.SHARD_HASHES: _hashes,
     Kernel.ROW_DIGEST: _digests,
     Kernel.TREE_SUM: _trees,
+    Kernel.UNIFORMS: _uniforms,
+    Kernel.RMS_NORM: _norms,
     Kernel.FEW_ROWS: _rows,
     Kernel.CACHED_ATTENTION: _attentions,
 }

@@ -8,7 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { COLUMNS = 2048, TREE_COLUMNS = 256, TREE_LEAVES = 64, KEYS = 32, HEAD = 256, QUERIES = 31, LANES = 8 };
+enum { COLUMNS = 2048, TREE_COLUMNS = 256, TREE_LEAVES = 64, KEYS = 32, HEAD = 256, QUERIES = 31, ROWS = 4 };
+enum { LANES = 8, CHAINS = 4, LEVELS = 4, LEVEL_STEPS = 16 }; /* of torch's sum over a row of float32 */
 
 static const uint64_t GOLDEN = 0x9E3779B97F4A7C15u, SECOND = 0xD1B54A32D192ED03u;
 static const float INT64_LIMIT = 9223372036854775808.0f; /* 2^63: what is not below it has no integer */
@@ -140,6 +141,55 @@ void rlsp_tree_sum(float *restrict out, const float *restrict leaves, int64_t co
     }
 }
 
+/* Uniform numbers of columns first … first + n − 1 for every key: odd multiples of 2^-24. */
+void rlsp_uniforms(float *out, const uint64_t *keys, int64_t count, int64_t n, int64_t first) {
+    for (int64_t row = 0; row < count; row++)
+        for (int64_t i = 0; i < n; i++) {
+            const uint64_t word = mix64(keys[row] ^ mix64((uint64_t)(first + 1 + i) * GOLDEN));
+            out[row * n + i] = (float)(int32_t)(word >> 40 | 1) * 0x1p-24f;
+        }
+}
+
+/* Sum x[i]² over a row in the order of torch's vectorised sum: CHAINS × LANES running sums, folded into a level above
+ * after every LEVEL_STEPS (as long as a row has below 2^14 elements). */
+static inline float sum_of_squares(const float *x, int64_t n) {
+    enum { WIDE = CHAINS * LANES };
+    float levels[LEVELS][WIDE] = {{0}};
+    const int64_t steps = n / WIDE;
+    int64_t step = 0;
+    while (step + LEVEL_STEPS <= steps) {
+        for (int j = 0; j < LEVEL_STEPS; j++, step++)
+            for (int i = 0; i < WIDE; i++) levels[0][i] += x[step * WIDE + i] * x[step * WIDE + i];
+        for (int level = 1; level < LEVELS; level++) {
+            for (int i = 0; i < WIDE; i++) levels[level][i] += levels[level - 1][i], levels[level - 1][i] = 0;
+            if (step & ((LEVEL_STEPS - 1) << (4 * level))) break;
+        }
+    }
+    for (; step < steps; step++)
+        for (int i = 0; i < WIDE; i++) levels[0][i] += x[step * WIDE + i] * x[step * WIDE + i];
+    for (int level = 1; level < LEVELS; level++)
+        for (int i = 0; i < WIDE; i++) levels[0][i] += levels[level][i];
+    float *lanes = levels[0], sum = 0;
+    int64_t at = steps * WIDE;
+    for (; at + LANES <= n; at += LANES)
+        for (int i = 0; i < LANES; i++) lanes[i] += x[at + i] * x[at + i];
+    for (int chain = 1; chain < CHAINS; chain++)
+        for (int i = 0; i < LANES; i++) lanes[i] += lanes[chain * LANES + i];
+    for (; at < n; at++) sum += x[at] * x[at];
+    for (int i = 0; i < LANES; i++) sum += lanes[i];
+    return sum;
+}
+
+/* Normalise rows [count, n] by their root mean square and multiply by weight: float32 in and out. */
+void rlsp_rms_norm(float *out, float *reciprocals, const float *rows, const float *weight, int64_t count, int64_t n,
+                   float epsilon) {
+    for (int64_t row = 0; row < count; row++, rows += n, out += n) {
+        const float reciprocal = 1 / sqrtf(sum_of_squares(rows, n) / (float)n + epsilon);
+        reciprocals[row] = reciprocal;
+        for (int64_t i = 0; i < n; i++) out[i] = rows[i] * reciprocal * weight[i];
+    }
+}
+
 /* Multiply a row [depth] by w [depth, KEYS], rows `stride` apart: one chain of fused additions a column, as the
  * BLAS has it for depths up to its block. */
 static inline void row_product(float *restrict out, const float *row, const float *w, int64_t depth, int64_t stride) {
@@ -158,6 +208,23 @@ static inline void short_product(float *restrict out, const float *row, const fl
     memcpy(out, sums, (size_t)columns * sizeof *out);
 }
 
+/* As row_product, for ROWS rows, `row_stride` apart, whose results lie `apart`: w is read once for all. */
+static inline void rows_product(float *restrict out, int64_t apart, const float *rows, int64_t row_stride,
+                                const float *w, int64_t depth, int64_t stride) {
+    float a[KEYS] = {0}, b[KEYS] = {0}, c[KEYS] = {0}, d[KEYS] = {0};
+    for (int64_t k = 0; k < depth; k++) {
+        const float *row = rows + k, *from = w + k * stride;
+        for (int i = 0; i < KEYS; i++) {
+            a[i] = fmaf(row[0], from[i], a[i]);
+            b[i] = fmaf(row[row_stride], from[i], b[i]);
+            c[i] = fmaf(row[2 * row_stride], from[i], c[i]);
+            d[i] = fmaf(row[3 * row_stride], from[i], d[i]);
+        }
+    }
+    memcpy(out, a, sizeof a), memcpy(out + apart, b, sizeof b);
+    memcpy(out + 2 * apart, c, sizeof c), memcpy(out + 3 * apart, d, sizeof d);
+}
+
 /* Multiply rows [count, shards, depth] by w [shards, depth, n] into out [shards, count, n]. */
 void rlsp_few_rows(float *out, const float *rows, const float *w, const int64_t shape[4]) {
     const int64_t shards = shape[0], count = shape[1], depth = shape[2], n = shape[3];
@@ -166,8 +233,9 @@ void rlsp_few_rows(float *out, const float *rows, const float *w, const int64_t 
             for (int64_t i = 0; i < count; i++) {
                 const float *row = rows + (i * shards + shard) * depth;
                 float *to = out + (shard * count + i) * n + column;
-                if (column + KEYS <= n) row_product(to, row, w + column, depth, n);
-                else short_product(to, row, w + column, depth, n, n - column);
+                if (column + KEYS > n) short_product(to, row, w + column, depth, n, n - column);
+                else if (i + ROWS > count) row_product(to, row, w + column, depth, n);
+                else rows_product(to, n, row, shards * depth, w + column, depth, n), i += ROWS - 1;
             }
 }
 

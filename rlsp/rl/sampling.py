@@ -14,10 +14,9 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from rlsp.numerics.hashing import GOLDEN, hash_words, mix64_, shift_right
+from rlsp.numerics.hashing import hash_words, uniform
 
 _STREAM: Final = 0x53414D504C494E47  # "SAMPLING": apart from whatever else a seed is hashed for.
-_MANTISSA_BITS: Final = 24
 
 
 def draw_keys(
@@ -57,11 +56,7 @@ def gumbel(keys: Int64[Tensor, " B"], first_index: int, count: int) -> Float32[T
     Returns:
         Element [b, i] is a function of keys[b] and first_index + i alone.
     """
-    columns = torch.arange(first_index + 1, first_index + 1 + count, device=keys.device) * GOLDEN
-    words = mix64_(keys[:, None] ^ mix64_(columns))
-    odd = shift_right(words, 64 - _MANTISSA_BITS).bitwise_or_(1)
-    uniform = odd.to(torch.float32) * 2.0**-_MANTISSA_BITS
-    return -torch.log(-torch.log(uniform))
+    return -torch.log(-torch.log(uniform(keys, first_index, count)))
 
 
 @dataclass(frozen=True)
