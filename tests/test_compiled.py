@@ -22,9 +22,12 @@ from rlsp.config import Config, Job
 from rlsp.layout import Layout
 from rlsp.model.assemble import certified_kernels
 from rlsp.numerics import compiler
+from rlsp.numerics.certificate import Sharded, certify
 from rlsp.numerics.compiled import SOURCE, TORCH, Kernel, Kernels, load, running, using
 from rlsp.numerics.fixed import Scratch, UnitAdder, add_leaves, leaf_bound
 from rlsp.numerics.kernel_trials import exact_kernels
+from rlsp.numerics.operands import cancelling
+from rlsp.numerics.products import Product, Products, Shape
 from rlsp.numerics.tree import tree_sum
 from rlsp.report import manifest
 from rlsp.report.compare_rules import result_hash
@@ -34,6 +37,7 @@ from rlsp.report.records import ConsistencyReport, RolloutRecord
 Compose = Callable[..., Config]
 LSB = 40
 BOUND = leaf_bound(LSB, 16)
+LEAF = Products(32)
 FORK = multiprocessing.get_context("fork")
 TIES = tuple((whole + 0.5) * 2.0**-LSB for whole in range(-4, 4))
 PATTERNS = st.one_of(
@@ -223,6 +227,49 @@ def test_a_kernel_that_differs_is_refused_and_no_other(
     found = load(tmp_path / "cache", planted)
     assert found.library is not None, found.origin
     assert exact_kernels(found) == frozenset(Kernel) - {kernel}
+
+
+def few_and_leaf(weight: Tensor, product: Product) -> tuple[Tensor, Tensor]:
+    """Multiply three rows of cancelling operands in the kernel and leaf by leaf."""
+    _, n, k = weight.shape
+    x, _ = cancelling(3, n, k, 1)
+    few = LEAF.certified(frozenset(), frozenset({Shape(product, n, k)}))
+    if product is Product.COLUMN:
+        return few.column(x, weight), LEAF.column(x, weight)
+    rows = x.repeat(1, weight.shape[0])
+    return few.row(rows, weight), LEAF.row(rows, weight)
+
+
+@pytest.mark.parametrize("product", [Product.COLUMN, Product.ROW])
+def test_turned_weights_are_kept_until_their_bits_change(kernels: Kernels, product: Product) -> None:
+    """An engine's weights are overwritten in place at every hand-over."""
+    weights = [cancelling(3, 40, 64, seed)[1].unsqueeze(0).repeat(4, 1, 1) for seed in (1, 9)]
+    held = weights[0].bfloat16()
+    calls = mock.Mock(side_effect=kernels.library.rlsp_few_rows)
+    with using(kernels), mock.patch.object(kernels.library, "rlsp_few_rows", calls):
+        for weight in weights:
+            held.copy_(weight)
+            for _ in range(2):
+                got, want = few_and_leaf(held, product)
+                assert same_bits(got, want)
+                assert bool(got.any())
+        assert not same_bits(*(few_and_leaf(weight, product)[0] for weight in weights))
+    assert calls.call_count == 6
+
+
+def test_weights_that_are_trained_are_not_kept_turned(kernels: Kernels) -> None:
+    weight = torch.nn.Parameter(cancelling(3, 40, 64, 1)[1].unsqueeze(0))
+    with using(kernels), mock.patch.object(kernels.library, "rlsp_few_rows", side_effect=AssertionError):
+        few_and_leaf(weight, Product.ROW)
+
+
+def test_the_certificate_tries_few_rows_at_the_shapes_of_a_run(kernels: Kernels) -> None:
+    """The BLAS cuts long sums in blocks of its own, which the kernel does not follow: the leaf path stays."""
+    wanted = tuple(Sharded(Shape(Product.ROW, 16, k), (2,)) for k in (48, 1 << 14))
+    with using(kernels):
+        found = certify(LEAF, wanted, 32, 1)
+    assert found.few == {wanted[0].shape}
+    assert certify(LEAF, wanted[:1], 32, 1).few == frozenset()
 
 
 def test_nothing_runs_compiled_unless_asked_and_the_switch_undoes_itself(kernels: Kernels) -> None:
