@@ -196,6 +196,7 @@ MUTANTS = {
         "fmaf(row[2 * row_stride], from[i], c[i])",
         "row[2 * row_stride] * from[i] + c[i]",
     ),
+    "keys that are not turned": (Kernel.STORE, "keys[at + k * KEYS + place]", "keys[at + place * d + k]"),
     "one key too many": (Kernel.CACHED_ATTENTION, "key < seen ? scores[key]", "key <= seen ? scores[key]"),
     "weights added from the last": (
         Kernel.CACHED_ATTENTION,
@@ -209,7 +210,7 @@ MUTANTS = {
     ),
     "a maximum of its own for each block": (
         Kernel.CACHED_ATTENTION,
-        "if (j > 0 && !(old <= most)) most = old;",
+        "if (j > 0) most = larger(old, most);",
         "",
     ),
 }

@@ -13,7 +13,13 @@ from rlsp import collectives
 from rlsp.model.gradients import Differentiable
 from rlsp.model.rope import Rotate, rotary_table
 from rlsp.model.wiring import STRICT, Boundary, Operator, Site, Wiring
-from rlsp.numerics.attention import KeyValueGradient, block_attention, block_attention_back, cached_attention
+from rlsp.numerics.attention import (
+    KeyValueGradient,
+    block_attention,
+    block_attention_back,
+    cached_attention,
+    store,
+)
 from rlsp.numerics.fixed import from_fixed
 from rlsp.sequence import gather_positions, local_blocks, own_positions
 from rlsp.summation import Guard
@@ -46,10 +52,7 @@ class KeyValueCache:
 
     def store(self, layer: int, key: Tensor, value: Tensor, positions: Tensor) -> None:
         """Write keys and values [n, b, G, D] at int64 positions [n, b] of layer `layer` (from 0)."""
-        sequence = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
-        block, place = positions // self.block, positions % self.block
-        self.keys[layer][sequence, :, block, :, place] = key.float()
-        self.values[layer][sequence, :, block, place] = value.float()
+        store(self.keys[layer], self.values[layer], key, value, positions)
 
     def keep(self, sequences: Tensor) -> None:
         """Drop every sequence but those of the int64 index `sequences`."""

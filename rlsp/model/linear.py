@@ -168,6 +168,8 @@ def by_shard(x: Tensor, shards: int) -> Tensor:
 
 def reduce_rows(partial: Tensor, wiring: Wiring) -> Tensor:
     """Continue the tree over the ranks of TP, in float32: own sequence shard under SP, else every row."""
+    if wiring.tp.size == 1:
+        return partial
     if wiring.sequence_parallel:
         return collectives.reduce_scatter(partial, wiring.tp, dim=0)
     return collectives.all_reduce(partial, wiring.tp)

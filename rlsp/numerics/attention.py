@@ -207,6 +207,25 @@ class _KeyValueSums:
         return KeyValueGradient(dk, dv, reach(torch.stack(self._extents), bound))
 
 
+def store(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:
+    """Write the keys and values of new tokens into a block cache, widened.
+
+    Args:
+        keys: float32 [b, G, n_k, D, block], changed in place.
+        values: float32 [b, G, n_k, block, D], likewise.
+        key: [n, b, G, D].
+        value: Likewise.
+        positions: int64 [n, b].
+    """
+    if compiled.store(keys, values, key, value, positions):
+        return
+    width = values.shape[3]
+    sequence = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+    block, place = positions // width, positions % width
+    keys[sequence, :, block, :, place] = key.float()
+    values[sequence, :, block, place] = value.float()
+
+
 def cached_attention(
     products: Products, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float
 ) -> Tensor:

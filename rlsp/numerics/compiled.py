@@ -7,6 +7,7 @@ the process, set by `using`; without it, none does.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ class Kernel(Enum):
     UNIFORMS = "uniforms"
     RMS_NORM = "rms_norm"
     FEW_ROWS = "few_rows"
+    STORE = "store"
     CACHED_ATTENTION = "cached_attention"
 
 
@@ -115,6 +117,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
         "rlsp_uniforms": [pointer, pointer, word, word, word],
         "rlsp_rms_norm": [pointer, pointer, pointer, pointer, word, word, ctypes.c_float],
         "rlsp_few_rows": [pointer, pointer, pointer, shape],
+        "rlsp_store": [pointer, pointer, pointer, pointer, pointer, shape, word],
         "rlsp_cached_scores": [
             pointer,
             pointer,
@@ -139,6 +142,12 @@ def _library(kernel: Kernel, *tensors: Tensor) -> ctypes.CDLL | None:
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return None
     return _running.library
+
+
+def _room(*shape: int) -> Tensor:
+    """Return float32 memory that a kernel fills: the mark of what an operator forgot to write is spared."""
+    storage = torch.UntypedStorage(4 * math.prod(shape))
+    return torch.empty(0, dtype=torch.float32).set_(storage).view(shape)
 
 
 def add_leaves(total: Tensor, leaves: Tensor, dim: int, unit: float) -> tuple[Tensor, Tensor] | None:
@@ -252,7 +261,7 @@ def tree_sum(x: Tensor) -> Tensor | None:
         return None
     if not x[0].is_contiguous():
         return None
-    out = torch.empty(x.shape[1:], dtype=x.dtype)
+    out = _room(*x.shape[1:])
     library.rlsp_tree_sum(out.data_ptr(), x.data_ptr(), x.shape[0], out.numel(), x.stride(0))
     return out
 
@@ -265,7 +274,7 @@ def uniforms(keys: Tensor, first_index: int, count: int) -> Tensor | None:
     library = _library(Kernel.UNIFORMS, keys)
     if library is None:
         return None
-    held, out = keys.contiguous(), torch.empty((keys.numel(), count))
+    held, out = keys.contiguous(), _room(keys.numel(), count)
     library.rlsp_uniforms(out.data_ptr(), held.data_ptr(), held.numel(), count, first_index)
     return out
 
@@ -284,7 +293,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]
     library = _library(Kernel.RMS_NORM, x, weight)
     if library is None or x.shape[-1] > LONGEST_NORM or not x.is_contiguous():
         return None
-    out, reciprocals = torch.empty_like(x), torch.empty((*x.shape[:-1], 1))
+    out, reciprocals = _room(*x.shape), _room(*x.shape[:-1], 1)
     library.rlsp_rms_norm(
         out.data_ptr(),
         reciprocals.data_ptr(),
@@ -311,10 +320,42 @@ def few_rows(x: Tensor, w: Tensor) -> Tensor | None:
     if library is None or w.dtype != torch.float32:
         return None
     rows, (v, k, n) = x.to(torch.float32).contiguous(), w.shape
-    out = torch.empty((v, rows.shape[0], n))
+    out = _room(v, rows.shape[0], n)
     shape = (ctypes.c_int64 * 4)(v, rows.shape[0], k, n)
     library.rlsp_few_rows(out.data_ptr(), rows.data_ptr(), w.data_ptr(), shape)
     return out
+
+
+def store(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> bool:
+    """Write the keys and values of new tokens into a block cache.
+
+    Args:
+        keys: float32 [b, G, n_k, D, block], contiguous; changed in place.
+        values: float32 [b, G, n_k, block, D], likewise.
+        key: Floating point [n, b, G, D].
+        value: Likewise.
+        positions: int64 [n, b], inside the cache.
+
+    Returns:
+        False, and nothing done, where torch's code has to run.
+    """
+    library = _library(Kernel.STORE, keys, values, key, value)
+    if library is None or values.shape[3] != KEYS:
+        return False
+    if any(x.dtype != torch.float32 or not x.is_contiguous() for x in (keys, values)):
+        return False
+    new = [x.to(torch.float32).contiguous() for x in (key, value)]
+    places = positions.contiguous()
+    library.rlsp_store(
+        keys.data_ptr(),
+        values.data_ptr(),
+        new[0].data_ptr(),
+        new[1].data_ptr(),
+        places.data_ptr(),
+        (ctypes.c_int64 * 4)(*key.shape),
+        values.shape[2],
+    )
+    return True
 
 
 def cached_attention(
@@ -343,7 +384,7 @@ def cached_attention(
     rows, seen = q.contiguous(), positions.contiguous()
     blocks = k.shape[1]
     shape = (ctypes.c_int64 * 4)(b, r, blocks, d)
-    weights = torch.empty((b, r, blocks, KEYS + 1))
+    weights = _room(b, r, blocks, KEYS + 1)
     library.rlsp_cached_scores(
         weights.data_ptr(),
         rows.data_ptr(),
@@ -355,7 +396,7 @@ def cached_attention(
         masked,
     )
     weights.exp_()
-    out = torch.empty((b, r, d))
+    out = _room(b, r, d)
     library.rlsp_cached_values(
         out.data_ptr(), weights.data_ptr(), v.data_ptr(), seen.data_ptr(), shape, v.stride(0)
     )

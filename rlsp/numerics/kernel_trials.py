@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlsp.bits import row_digest, same_bits, shard_hashes
-from rlsp.numerics.attention import TILE, cached_attention
+from rlsp.numerics.attention import TILE, cached_attention, store
 from rlsp.numerics.compiled import HEADS, KEYS, LONGEST_NORM, QUERIES, TORCH, Kernel, Kernels, using
 from rlsp.numerics.elementwise import rms_norm
 from rlsp.numerics.fixed import Scratch, UnitAdder, add_leaves, leaf_bound
@@ -165,6 +165,20 @@ def _multiplied(x: Tensor, weight: Tensor) -> Outputs:
     return products.row(x, weight), products.column(x[:, :k], weight)
 
 
+def _stores() -> Iterator[Trial]:
+    """Store a token at the ends and in the middle of blocks, for several sequences and in one call."""
+    for positions in (torch.tensor([[0, 31, 40]]), torch.tensor([[3, 62, 1], [4, 63, 2]])):
+        for dtype in (torch.float32, torch.bfloat16):
+            key, value = (_planted((*positions.shape, 2, 5), seed, _SMALL).to(dtype) for seed in (5, 8))
+            yield partial(_stored, key, value, positions)
+
+
+def _stored(key: Tensor, value: Tensor, positions: Tensor) -> Outputs:
+    keys, values = torch.zeros(3, 2, 2, 5, KEYS), torch.zeros(3, 2, 2, KEYS, 5)
+    store(keys, values, key, value, positions)
+    return keys, values
+
+
 def _attentions() -> Iterator[Trial]:
     """Attend to one block and to several, from a position in the middle of each; some queries see fewer."""
     for d in HEADS:
@@ -190,5 +204,6 @@ _TRIALS: dict[Kernel, Callable[[], Iterator[Trial]]] = {
     Kernel.UNIFORMS: _uniforms,
     Kernel.RMS_NORM: _norms,
     Kernel.FEW_ROWS: _rows,
+    Kernel.STORE: _stores,
     Kernel.CACHED_ATTENTION: _attentions,
 }

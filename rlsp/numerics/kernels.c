@@ -190,6 +190,8 @@ void rlsp_rms_norm(float *out, float *reciprocals, const float *rows, const floa
     }
 }
 
+static inline float larger(float a, float b) { return a <= b ? b : a; } /* NaN where a is */
+
 /* Multiply a row [depth] by w [depth, KEYS], rows `stride` apart: one chain of fused additions a column, as the
  * BLAS has it for depths up to its block. */
 static inline void row_product(float *restrict out, const float *row, const float *w, int64_t depth, int64_t stride) {
@@ -239,6 +241,21 @@ void rlsp_few_rows(float *out, const float *rows, const float *w, const int64_t 
             }
 }
 
+/* Put keys and values [count, sequences, heads, d] to positions [count, sequences] of a cache for `room` blocks:
+ * keys [sequences, heads, room, d, KEYS], values [sequences, heads, room, KEYS, d]. */
+void rlsp_store(float *keys, float *values, const float *new_keys, const float *new_values, const int64_t *positions,
+                const int64_t shape[4], int64_t room) {
+    const int64_t count = shape[0], sequences = shape[1], heads = shape[2], d = shape[3];
+    for (int64_t i = 0; i < count * sequences; i++) {
+        const int64_t block = positions[i] / KEYS, place = positions[i] % KEYS, sequence = i % sequences;
+        for (int64_t head = 0; head < heads; head++, new_keys += d, new_values += d) {
+            const int64_t at = ((sequence * heads + head) * room + block) * d * KEYS;
+            for (int64_t k = 0; k < d; k++) keys[at + k * KEYS + place] = new_keys[k];
+            memcpy(values + at + place * d, new_values, (size_t)d * sizeof *values);
+        }
+    }
+}
+
 /* Attend queries [heads, count, d] to cached keys [heads, blocks, d, KEYS], heads `apart` floats apart: the first
  * half, up to exp. out [heads, count, blocks, KEYS + 1]: score − maximum so far, and the maximum's decay; zeros
  * behind a query's last block. */
@@ -259,12 +276,13 @@ void rlsp_cached_scores(float *out, const float *queries, const float *keys, con
                 }
                 row_product(scores, queries + row * d, block, d, KEYS);
                 const float old = tops[i];
-                float most = masked;
-                for (int key = 0; key < KEYS; key++) {
-                    scores[key] = key < seen ? scores[key] * scale : masked;
-                    most = !(scores[key] <= most) ? scores[key] : most;
-                }
-                if (j > 0 && !(old <= most)) most = old;
+                float most = masked, lanes[LANES];
+                for (int key = 0; key < KEYS; key++) scores[key] = key < seen ? scores[key] * scale : masked;
+                for (int k = 0; k < LANES; k++) lanes[k] = masked;
+                for (int key = 0; key < KEYS; key += LANES)
+                    for (int k = 0; k < LANES; k++) lanes[k] = larger(scores[key + k], lanes[k]);
+                for (int k = 0; k < LANES; k++) most = larger(lanes[k], most);
+                if (j > 0) most = larger(old, most);
                 for (int key = 0; key < KEYS; key++) scores[key] -= most;
                 scores[KEYS] = old - most;
                 tops[i] = most;

@@ -8,13 +8,12 @@ leave the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from rlsp.numerics import compiled
 
@@ -29,7 +28,7 @@ WIDE_ELEMENTS = 1 << 24  # of one wide call's output, at most, unless one row ti
 
 Combine = Callable[[Tensor], Tensor]
 
-_TURNED: MutableMapping[Tensor, tuple[int, bool, Tensor]] = WeakTensorKeyDictionary()
+_TURNED = "rlsp_turned"  # of a weight: the version of its bits, together or not, and the copy
 
 
 class Product(Enum):
@@ -265,13 +264,14 @@ def turned(weight: Tensor, *, together: bool) -> Tensor:
 
     What is kept takes twice the memory of the weight in bfloat16.
     """
-    kept = _TURNED.get(weight)
+    kept = getattr(weight, _TURNED, None)
     if kept is None or kept[:2] != (weight._version, together):
         wide = weight.detach().to(torch.float32)
         every = wide.reshape(1, -1, wide.shape[2]) if together else wide
         kept = (weight._version, together, every.transpose(1, 2).contiguous())
-        _TURNED[weight] = kept
-    return kept[2]
+        setattr(weight, _TURNED, kept)
+    copy: Tensor = kept[2]
+    return copy
 
 
 def widened(x: Tensor) -> Tensor:
