@@ -6,9 +6,9 @@ again. Every product, row reduction and leaf is that of `head.score_tokens`, so 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlsp import collectives
@@ -71,8 +71,8 @@ class _HiddenScores(Differentiable):
             leaves_of(full.unsqueeze(2), block), weight, by_leaf, temperature, vocabulary, wiring
         )
         wide = widened(weight.detach())
-        parts = [ctx.every.score(part, wide) for part in ctx.every.parts()]
-        found = LocalScores(*(rows_of(torch.cat(x), full.shape[1], block) for x in zip(*parts, strict=True)))
+        parts = (ctx.every.score(part, wide) for part in ctx.every.parts())
+        found = LocalScores(*(rows_of(x, full.shape[1], block) for x in _joined(parts, targets.numel())))
         logp, entropy, log_sum, digest = merged_scores(found, targets, vocabulary, wiring)
         ctx.save_for_backward(log_sum, entropy)
         ctx.full_shape, ctx.dtype = full.shape, full.dtype
@@ -92,9 +92,25 @@ class _HiddenScores(Differentiable):
             for x in (*ctx.saved_tensors, dlogp.contiguous(), dentropy.contiguous())
         ]
         wide = widened(every.weight.detach())
-        partial = [every.back(part, wide, [x[part] for x in known]) for part in every.parts()]
-        rows = rows_of(torch.cat(partial), b, block).view(s, b, -1)
+        parts = ((every.back(part, wide, [x[part] for x in known]),) for part in every.parts())
+        rows = rows_of(_joined(parts, s * b)[0], b, block).view(s, b, -1)
         return reduce_rows(rows, every.wiring).to(ctx.dtype), None, None, None, None, None
+
+
+def _joined(parts: Iterable[Sequence[Tensor]], rows: int) -> list[Tensor]:
+    """Put parts [t, …] one below the other into memory that is taken once.
+
+    Small tensors that are kept between large ones that go would split the heap, and with it the room for the
+    next large one: the peak was up to twenty times as high, by chance.
+    """
+    whole: list[Tensor] = []
+    first = 0
+    for part in parts:
+        whole = whole or [x.new_empty((rows, *x.shape[1:])) for x in part]
+        for target, x in zip(whole, part, strict=True):
+            target[first : first + x.shape[0]] = x
+        first += part[0].shape[0]
+    return whole
 
 
 class _Leaves:
