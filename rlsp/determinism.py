@@ -6,6 +6,7 @@ process that composes a run prepares the ranks' environment without it.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -15,7 +16,10 @@ from contextlib import ExitStack
 from functools import reduce
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    import torch
 
 _CPU_PREFIXES = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_")
 _CUDA_PREFIXES = ("CUBLAS_", "CUDNN_", "NVIDIA_TF32_", "TORCH_ALLOW_TF32_")
@@ -212,6 +216,14 @@ class apply:  # noqa: N801  (it is called like a function, and `with apply(...)`
             setattr(owner, attribute, wanted)
         self._undo.callback(torch.set_flush_denormal, flushes_subnormals())
         torch.set_flush_denormal(False)
+
+
+def unmarked(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return memory of the processor that somebody writes at once and whole: not marked as never written."""
+    import torch
+
+    storage = torch.UntypedStorage(dtype.itemsize * math.prod(shape))
+    return torch.empty(0, dtype=dtype).set_(storage).view(shape)
 
 
 def flushes_subnormals() -> bool:

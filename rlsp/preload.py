@@ -27,6 +27,7 @@ def _without_compiler(torch: Any) -> Iterator[None]:
     """
 
     def compile(model: Callable[..., Any] | None = None, **_options: Any) -> Any:
+        """Stand in for `torch.compile`, as a decorator with options and without."""
         return (lambda decorated: decorated) if model is None else model
 
     with mock.patch.object(torch, "compile", compile):

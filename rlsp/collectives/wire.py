@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlsp import determinism
 from rlsp.collectives.agreement import History, compare, listed
 from rlsp.groups import CHAIN_BYTES, CollectiveError, Group, Trail, UnlikeCallsError
 from rlsp.messages import CHECKED_BYTES, HEADER_BYTES, SMALLEST_BYTES, added_in_place, exchanged, row_bytes
@@ -182,13 +183,10 @@ def _checked(message: Tensor) -> bool:
 
 
 def _room(rows: int, octets: int, like: Tensor) -> Tensor:
-    """Return memory for what comes in, uint8 [rows, octets].
-
-    The backend writes all of it: the mark of what an operator forgot to write is spared.
-    """
+    """Return memory for a message, uint8 [rows, octets]; all of it will be written."""
     if like.device.type != "cpu":
         return like.new_empty((rows, octets))
-    return like.new_empty(0).set_(torch.UntypedStorage(rows * octets)).view(rows, octets)
+    return determinism.unmarked(rows, octets, dtype=torch.uint8)
 
 
 def _spread(group: Group, own: Tensor, received: Tensor) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlsp.numerics import compiled
+from rlsp.numerics import decoding
 from rlsp.numerics.elementwise import MASKED
 from rlsp.numerics.fixed import Scratch, UnitAdder, reach
 from rlsp.numerics.products import WIDE_ROWS, Products, fresh, widened
@@ -217,7 +217,7 @@ def store(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, positions: T
         value: Likewise.
         positions: int64 [n, b].
     """
-    if compiled.store(keys, values, key, value, positions):
+    if decoding.store(keys, values, key, value, positions):
         return
     width = values.shape[3]
     sequence = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
@@ -243,7 +243,7 @@ def cached_attention(
         float32 [B, R, D].
     """
     if products.row_tile == TILE:
-        done = compiled.cached_attention(widened(q), k, v, positions, scale, MASKED)
+        done = decoding.cached_attention(widened(q), k, v, positions, scale, MASKED)
         if done is not None:
             return done
     b, r, d = q.shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlsp.numerics import compiled
+from rlsp.numerics import decoding
 
 MASKED = -1.0e30
 """A masked logit or score. Finite: exp(MASKED − m) is 0 and 0·MASKED is 0, where −inf would leave NaN."""
@@ -52,7 +52,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]
         x/rms(x)·weight in x's dtype, and the reciprocal rms, float32 [..., 1].
     """
     wide = x.float().contiguous()
-    if (done := compiled.rms_norm(wide, weight.float().contiguous(), epsilon)) is not None:
+    if (done := decoding.rms_norm(wide, weight.float().contiguous(), epsilon)) is not None:
         return done[0].to(x.dtype), done[1]
     reciprocal = torch.rsqrt((wide * wide).sum(dim=-1, keepdim=True) / x.shape[-1] + epsilon)
     return (wide * reciprocal * weight.float()).to(x.dtype), reciprocal

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlsp.digest import as_int64
-from rlsp.numerics import compiled
+from rlsp.numerics import decoding
 
 GOLDEN: Final = as_int64(0x9E3779B97F4A7C15)
 """2^64 / golden ratio, odd: multiples of it are spread evenly, and distinct for distinct integers."""
@@ -97,7 +97,7 @@ def uniform(keys: Tensor, first_index: int, count: int) -> Tensor:
     Returns:
         float32 [B, count]; element [b, i] is a function of keys[b] and first_index + i alone.
     """
-    if (done := compiled.uniforms(keys, first_index, count)) is not None:
+    if (done := decoding.uniforms(keys, first_index, count)) is not None:
         return done
     columns = torch.arange(first_index + 1, first_index + 1 + count, device=keys.device) * GOLDEN
     words = mix64_(keys[:, None] ^ mix64_(columns))

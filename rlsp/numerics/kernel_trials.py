@@ -14,7 +14,8 @@ from torch import Tensor
 
 from rlsp.bits import row_digest, same_bits, shard_hashes
 from rlsp.numerics.attention import TILE, cached_attention, store
-from rlsp.numerics.compiled import HEADS, KEYS, LONGEST_NORM, QUERIES, TORCH, Kernel, Kernels, using
+from rlsp.numerics.compiled import TORCH, Kernel, Kernels, using
+from rlsp.numerics.decoding import HEADS, KEYS, LONGEST_NORM, QUERIES
 from rlsp.numerics.elementwise import rms_norm
 from rlsp.numerics.fixed import Scratch, UnitAdder, add_leaves, leaf_bound
 from rlsp.numerics.hashing import uniform

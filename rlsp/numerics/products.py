@@ -15,7 +15,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from rlsp.numerics import compiled
+from rlsp.numerics import decoding
 
 ALIGNMENT_BYTES = 64
 # Rows of one wide call, at most: the certificate tries every number of tiles up to here. MKL (AVX-512) cuts
@@ -197,7 +197,7 @@ class Products:
             return None
         if weight.requires_grad or weight.numel() > FEW_ELEMENTS:
             return None
-        return compiled.few_rows(x, turned(weight, together=shape.product is Product.COLUMN))
+        return decoding.few_rows(x, turned(weight, together=shape.product is Product.COLUMN))
 
     def _leaves(self, x: Tensor, w: Tensor, shape: Shape, combine: Combine | None) -> Tensor:
         """Multiply [T, V·a] by [V, a, b] shard by shard into [V, T, b], or [T, b] where they are combined."""
