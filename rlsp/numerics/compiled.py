@@ -37,6 +37,7 @@ class Kernel(Enum):
     FEW_ROWS = "few_rows"
     STORE = "store"
     CACHED_ATTENTION = "cached_attention"
+    LAYERS = "layers"
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,9 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
             ctypes.c_float,
         ],
         "rlsp_cached_values": [pointer, pointer, pointer, pointer, shape, word],
+        "rlsp_layer_scores": [pointer, pointer],
+        "rlsp_layer_gates": [pointer, pointer],
+        "rlsp_layer_end": [pointer, pointer],
     }.items():
         function = getattr(library, name)
         function.argtypes, function.restype = takes, None

@@ -19,6 +19,7 @@ from rlsp.numerics.decoding import HEADS, KEYS, LONGEST_NORM, QUERIES
 from rlsp.numerics.elementwise import rms_norm
 from rlsp.numerics.fixed import Scratch, UnitAdder, add_leaves, leaf_bound
 from rlsp.numerics.hashing import uniform
+from rlsp.numerics.layers import Cached, Heads, Layers, Place, Weights
 from rlsp.numerics.operands import cancelling, noise
 from rlsp.numerics.products import Product, Products, Shape
 from rlsp.numerics.tree import tree_sum
@@ -32,16 +33,16 @@ _LARGE = (2.0**17 - 2.0**-7, -(2.0**17) + 2.0**-7)  # of the sums; in units, bey
 _BROKEN = (float("nan"), float("inf"), float("-inf"), 3e38, -3e38, 2.0**30)
 _FIRST_NAN = 0x7FC00000  # quiet, and so are the next millions
 _WIDTHS = (1, 3, 8, 17, 64, 700, 2049)
+_TOKENS = 2
 
 Outputs = tuple[Tensor, ...]
 Trial = Callable[[], Outputs]
 
 
 def exact_kernels(kernels: Kernels) -> frozenset[Kernel]:
-    """Return the kernels that leave the bits of their definitions on every operand."""
-    return frozenset(
-        kernel for kernel in kernels.allowed if _exact(kernels.only(frozenset({kernel})), kernel)
-    )
+    """Return the kernels that leave the bits of their definitions on every operand, and whose parts do."""
+    exact = {kernel for kernel in kernels.allowed if _exact(kernels.only(frozenset({kernel})), kernel)}
+    return frozenset(kernel for kernel in exact if PARTS.get(kernel, frozenset()) <= exact)
 
 
 def _exact(alone: Kernels, kernel: Kernel) -> bool:
@@ -197,6 +198,40 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Outputs:
     return (cached_attention(Products(TILE), q, k, v, positions, q.shape[2] ** -0.5),)
 
 
+def _layers() -> Iterator[Trial]:
+    """Decode through two layers across the end of a block, with and without norms of heads."""
+    yield partial(_decoded, torch.bfloat16, 4, 5, 32, True)
+    yield partial(_decoded, torch.bfloat16, 1, 2, 16, False)
+    yield partial(_decoded, torch.float32, 2, 1, 64, True)
+
+
+def _decoded(dtype: torch.dtype, shards: int, b: int, d: int, normed: bool) -> Outputs:
+    hidden, narrow, groups, queries = 72, 24, 2 * shards, 2
+    matrices = {
+        "qkv": (shards, 2 * (queries + 2) * d, hidden),
+        "projection": (shards, hidden, 2 * queries * d),
+        "fc1": (shards, 2 * narrow, hidden),
+        "fc2": (shards, hidden, narrow),
+    }
+    norms = {"attention_norm": hidden, "mlp_norm": hidden, "query_norm": d, "key_norm": d}
+    shapes = {**matrices, **{name: (n,) for name, n in norms.items()}}
+    weights = []
+    for seed in (100, 200):
+        drawn = {
+            name: noise(seed + i, shape, _CPU).to(dtype) for i, (name, shape) in enumerate(shapes.items())
+        }
+        weights.append(Weights(**drawn if normed else drawn | {"query_norm": None, "key_norm": None}))
+    cache = [Cached(torch.zeros(b, groups, 2, d, KEYS), torch.zeros(b, groups, 2, KEYS, d)) for _ in weights]
+    layers = Layers(Products(TILE), Heads(groups, queries, 1e-6, d**-0.5), weights)
+    out = []
+    for step in range(_TOKENS):
+        positions = torch.arange(b) * 5 + KEYS - 1 + step
+        angles = noise(300 + step, (b, d // 2), _CPU)
+        place = Place(positions, angles.cos(), angles.sin(), 2)
+        out.append(layers(noise(400 + step, (b, hidden), _CPU).to(dtype), cache, place))
+    return *out, *(part for cached in cache for part in cached)
+
+
 _TRIALS: dict[Kernel, Callable[[], Iterator[Trial]]] = {
     Kernel.ADD_LEAVES: _sums,
     Kernel.SHARD_HASHES: _hashes,
@@ -207,4 +242,11 @@ _TRIALS: dict[Kernel, Callable[[], Iterator[Trial]]] = {
     Kernel.FEW_ROWS: _rows,
     Kernel.STORE: _stores,
     Kernel.CACHED_ATTENTION: _attentions,
+    Kernel.LAYERS: _layers,
 }
+PARTS = {
+    Kernel.LAYERS: frozenset(
+        {Kernel.TREE_SUM, Kernel.RMS_NORM, Kernel.FEW_ROWS, Kernel.STORE, Kernel.CACHED_ATTENTION}
+    )
+}
+"""Kernels that are built of others, and run where all of those do."""

@@ -318,3 +318,116 @@ void rlsp_cached_values(float *out, const float *weights, const float *values, c
         for (int64_t i = 0; i < d; i++) out[row * d + i] = state[i] / total;
     }
 }
+
+/* One layer's weights, matrices turned as rlsp_few_rows takes them, and its cache as rlsp_store fills it. The norms
+ * of queries and keys are null where there is none. */
+typedef struct {
+    const float *attention_norm, *qkv, *query_norm, *key_norm, *projection, *mlp_norm, *fc1, *fc2;
+    float *keys, *values;
+} Layer;
+
+/* One new token of every sequence on its way through the layers: shapes, where it stands, and room to work in.
+ * A float holds a number of the model's dtype wherever torch's code rounds to it. */
+typedef struct {
+    int64_t sequences, hidden, shards, groups, queries, d, ffn, room, blocks, bfloat16;
+    float epsilon, scale, masked;
+    const float *cosine, *sine;      /* [sequences, d / 2] */
+    const int64_t *positions, *seen; /* [sequences], and the same for every head's query */
+    float *stream, *rows;            /* [sequences, hidden] */
+    float *wide, *leaves;            /* of columns; [shards, sequences, hidden] */
+    float *query, *key, *value;      /* [sequences, groups, queries or 1, d] */
+    float *weights, *gates;          /* of attention; [sequences, ffn], up to exp and after it */
+} Step;
+
+/* Round to the model's dtype, half to even. */
+static inline void round_to(int64_t bfloat16, float *x, int64_t n) {
+    for (int64_t i = 0; bfloat16 && i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, sizeof bits);
+        bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000u;
+        if (x[i] == x[i]) memcpy(x + i, &bits, sizeof bits);
+    }
+}
+
+/* Normalise the residual stream into rows. */
+static void norm_stream(const Step *step, const float *weight) {
+    float reciprocal;
+    for (int64_t i = 0; i < step->sequences; i++)
+        rlsp_rms_norm(step->rows + i * step->hidden, &reciprocal, step->stream + i * step->hidden, weight, 1,
+                      step->hidden, step->epsilon);
+    round_to(step->bfloat16, step->rows, step->sequences * step->hidden);
+}
+
+/* Multiply the rows by a column-parallel weight, `width` wide over all shards. */
+static void column(const Step *step, const float *weight, int64_t width) {
+    rlsp_few_rows(step->wide, step->rows, weight, (int64_t[]){1, step->sequences, step->hidden, width});
+    round_to(step->bfloat16, step->wide, step->sequences * width);
+}
+
+/* Multiply x [sequences, depth] by a row-parallel weight, sum its leaves, and add to the residual stream. */
+static void row(const Step *step, const float *x, const float *weight, int64_t depth) {
+    const int64_t n = step->sequences * step->hidden;
+    rlsp_few_rows(step->leaves, x, weight,
+                  (int64_t[]){step->shards, step->sequences, depth / step->shards, step->hidden});
+    rlsp_tree_sum(step->rows, step->leaves, step->shards, n, n);
+    round_to(step->bfloat16, step->rows, n);
+    for (int64_t i = 0; i < n; i++) step->stream[i] += step->rows[i];
+    round_to(step->bfloat16, step->stream, n);
+}
+
+/* Normalise a head where there is a norm, and rotate it by its sequence's position. */
+static void rotated(const Step *step, float *restrict out, const float *head, const float *norm, int64_t sequence) {
+    const int64_t half = step->d / 2;
+    const float *cosine = step->cosine + sequence * half, *sine = step->sine + sequence * half;
+    float normed[HEAD], reciprocal;
+    if (norm) rlsp_rms_norm(normed, &reciprocal, head, norm, 1, step->d, step->epsilon), head = normed;
+    for (int64_t i = 0; i < half; i++) {
+        out[i] = head[i] * cosine[i] - head[half + i] * sine[i];
+        out[half + i] = head[half + i] * cosine[i] + head[i] * sine[i];
+    }
+    round_to(step->bfloat16, out, step->d);
+}
+
+/* The first part of a layer, up to attention's exp. */
+void rlsp_layer_scores(const Layer *layer, const Step *step) {
+    const int64_t queries = step->queries, d = step->d, heads = step->sequences * step->groups;
+    norm_stream(step, layer->attention_norm);
+    column(step, layer->qkv, step->groups * (queries + 2) * d);
+    for (int64_t i = 0; i < heads; i++) {
+        const float *group = step->wide + i * (queries + 2) * d;
+        const int64_t sequence = i / step->groups;
+        for (int64_t j = 0; j < queries; j++)
+            rotated(step, step->query + (i * queries + j) * d, group + j * d, layer->query_norm, sequence);
+        rotated(step, step->key + i * d, group + queries * d, layer->key_norm, sequence);
+        memcpy(step->value + i * d, group + (queries + 1) * d, (size_t)d * sizeof *group);
+    }
+    rlsp_store(layer->keys, layer->values, step->key, step->value, step->positions,
+               (int64_t[]){1, step->sequences, step->groups, d}, step->room);
+    rlsp_cached_scores(step->weights, step->query, layer->keys, step->seen,
+                       (int64_t[]){heads, queries, step->blocks, d}, step->room * KEYS * d, step->scale, step->masked);
+}
+
+/* The second, from there to the gate's exp. */
+void rlsp_layer_gates(const Layer *layer, const Step *step) {
+    const int64_t heads = step->sequences * step->groups, shard = step->ffn / step->shards;
+    rlsp_cached_values(step->query, step->weights, layer->values, step->seen,
+                       (int64_t[]){heads, step->queries, step->blocks, step->d}, step->room * KEYS * step->d);
+    round_to(step->bfloat16, step->query, heads * step->queries * step->d);
+    row(step, step->query, layer->projection, step->groups * step->queries * step->d);
+    norm_stream(step, layer->mlp_norm);
+    column(step, layer->fc1, 2 * step->ffn);
+    for (int64_t i = 0; i < step->sequences * step->shards; i++)
+        for (int64_t j = 0; j < shard; j++) step->gates[i * shard + j] = -step->wide[2 * i * shard + j];
+}
+
+/* The third, from there to the end. */
+void rlsp_layer_end(const Layer *layer, const Step *step) {
+    const int64_t shard = step->ffn / step->shards;
+    for (int64_t i = 0; i < step->sequences * step->shards; i++) {
+        const float *gate = step->wide + 2 * i * shard, *up = gate + shard;
+        for (int64_t j = 0; j < shard; j++)
+            step->gates[i * shard + j] = gate[j] / (1 + step->gates[i * shard + j]) * up[j];
+    }
+    round_to(step->bfloat16, step->gates, step->sequences * step->ffn);
+    row(step, step->gates, layer->fc2, step->ffn);
+}

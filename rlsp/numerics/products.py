@@ -82,7 +82,7 @@ class Products:
             [T, V·N] in `dtype`.
         """
         v, n, k = weight.shape
-        if (few := self._few(x, weight, Shape(Product.COLUMN, n, k))) is not None:
+        if (few := self._few(x, weight, Product.COLUMN)) is not None:
             return few[0].to(dtype)
         w = widened(weight)
         if Shape(Product.COLUMN, n, k) in self.wide:
@@ -120,7 +120,7 @@ class Products:
             Leaves [V, T, N] float32, whose tree sum is the layer's output; [T, N] where they are combined.
         """
         _, n, k = weight.shape
-        if (few := self._few(x, weight, Shape(Product.ROW, n, k))) is not None:
+        if (few := self._few(x, weight, Product.ROW)) is not None:
             return few if combine is None else combine(few)
         return self._leaves(x, widened(weight).transpose(1, 2), Shape(Product.ROW, n, k), combine)
 
@@ -191,13 +191,17 @@ class Products:
             return torch.bmm(left.transpose(1, 2), right)
         return torch.stack([torch.mm(fresh(a).t(), fresh(b)) for a, b in zip(left, right, strict=True)])
 
-    def _few(self, x: Tensor, weight: Tensor, shape: Shape) -> Tensor | None:
-        """Multiply a few rows by weights that nobody trains: [V, T, N], or [1, T, V·N] of columns."""
-        if shape not in self.few or x.shape[0] > FEW_ROWS:
-            return None
+    def takes_few(self, weight: Tensor, product: Product) -> bool:
+        """Tell whether a few rows may be multiplied by a weight [V, N, K] in the compiled kernel."""
         if weight.requires_grad or weight.numel() > FEW_ELEMENTS:
+            return False
+        return Shape(product, weight.shape[1], weight.shape[2]) in self.few
+
+    def _few(self, x: Tensor, weight: Tensor, product: Product) -> Tensor | None:
+        """Multiply a few rows by weights that nobody trains: [V, T, N], or [1, T, V·N] of columns."""
+        if x.shape[0] > FEW_ROWS or not self.takes_few(weight, product):
             return None
-        return decoding.few_rows(x, turned(weight, together=shape.product is Product.COLUMN))
+        return decoding.few_rows(x, turned(weight, together=product is Product.COLUMN))
 
     def _leaves(self, x: Tensor, w: Tensor, shape: Shape, combine: Combine | None) -> Tensor:
         """Multiply [T, V·a] by [V, a, b] shard by shard into [V, T, b], or [T, b] where they are combined."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from rlsp import bits
 from rlsp.model.attention import Channel, KeyValueCache
 from rlsp.model.build import PolicyModel
+from rlsp.model.decoder import Decoder
 from rlsp.model.head import share
 from rlsp.model.native_head import native_logp
 from rlsp.model.wiring import Boundary, Operator, Site
@@ -96,7 +97,8 @@ class NativeEngine:
         if not wanted:
             return responses
         prompts = [sequences[i] for i in wanted]
-        batch = _Batch(prompts, wanted, [limits[i] for i in wanted], self._cache(prompts, max(limits)))
+        cache, decoder = self._cache(prompts, max(limits)), Decoder(self.model)
+        batch = _Batch(prompts, wanted, [limits[i] for i in wanted], cache, decoder)
         hidden = self._prefill(batch, prefill_chunk)
         while True:
             drawn = self._draw(hidden, batch, sampling)
@@ -137,7 +139,7 @@ class NativeEngine:
         """Run tokens [B, n] at positions [n, B] and store their keys and values."""
         blocks = int(positions.max()) // batch.cache.block + 1
         channel = Channel(qkv_format="sbhd", positions=positions, cache=batch.cache, blocks=blocks)
-        return self.model.hidden(tokens, channel)
+        return batch.decoder.hidden(tokens, channel)
 
     def _draw(
         self, hidden: Tensor, batch: _Batch, sampling: Sampling
@@ -170,10 +172,15 @@ class _Batch:
     """The sequences that still grow: place in the request, length, last token and tokens left of each."""
 
     def __init__(
-        self, sequences: list[Sequence], index: list[int], limits: list[int], cache: KeyValueCache
+        self,
+        sequences: list[Sequence],
+        index: list[int],
+        limits: list[int],
+        cache: KeyValueCache,
+        decoder: Decoder,
     ) -> None:
         device = cache.keys[0].device
-        self.sequences, self.cache = sequences, cache
+        self.sequences, self.cache, self.decoder = sequences, cache, decoder
         self.index, self.left = index, limits
         self.prompts = torch.tensor([s.prompt for s in sequences], device=device)
         self.samples = torch.tensor([s.sample for s in sequences], device=device)
