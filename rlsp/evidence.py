@@ -109,7 +109,8 @@ def startup_facts(
         },
         paths={f"{s.product.value} n={s.n} k={s.k}": "wide" for s in certificate.wide}
         | dict.fromkeys(certificate.narrowed, "leaf")
-        | {f"kernel {name}": path for name, path in kernels_run.paths().items()},
+        | {f"kernel {name}": path for name, path in kernels_run.paths().items()}
+        | {f"messages {group.axis}": "lines" if group.lines else "backend" for group in mesh.groups},
         agreement=tuple(agreement),
     )
 

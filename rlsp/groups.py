@@ -9,10 +9,12 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from rlsp.layout import Layout, RolloutLayout
+from rlsp.lines import Lines, open_lines
 
 CHAIN_BYTES = 16
 REMEMBERED_CALLS = 8
@@ -109,6 +111,7 @@ class Group:
         index: This rank's position.
         handle: The process group; None exactly where there is one rank.
         ledger: Where this process records its calls.
+        lines: Direct lines to the other ranks, where all are on one machine; None where there are none.
 
     Raises:
         CollectiveError: The ranks do not ascend, or index or handle does not fit them.
@@ -119,6 +122,7 @@ class Group:
     index: int
     handle: ProcessGroup | None = field(default=None, repr=False)
     ledger: Ledger = field(default_factory=Ledger, repr=False, compare=False)
+    lines: Lines | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.ranks or list(self.ranks) != sorted(set(self.ranks)):
@@ -222,13 +226,33 @@ def build_mesh(
     every = dict.fromkeys(ranks for partition in partitions.values() for ranks in partition if len(ranks) > 1)
     handles = {ranks: dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s)) for ranks in every}
     ledger = Ledger() if ledger is None else ledger
+    lines = _lines(rank, tuple(every), handles, timeout_s)
     own = {
-        axis: Group(axis, ranks, ranks.index(rank), handles.get(ranks), ledger)
+        axis: Group(axis, ranks, ranks.index(rank), handles.get(ranks), ledger, lines.get(ranks))
         for axis, partition in partitions.items()
         for ranks in partition
         if rank in ranks
     }
     return Mesh(own["world"], own["tp"], own["cp"], own["dp"], own["token"], own.get("rollout_tp"))
+
+
+def _lines(
+    rank: int,
+    every: tuple[tuple[int, ...], ...],
+    handles: dict[tuple[int, ...], ProcessGroup],
+    timeout_s: float,
+) -> dict[tuple[int, ...], Lines]:
+    """Open direct lines, where tensors of the processor travel; ranks meet over the group of the world."""
+    if not every or _BACKEND_DEVICES.get(dist.get_backend(handles[every[0]])) != "cpu":
+        return {}
+
+    def meet(own: bytes) -> list[bytes]:
+        received = torch.empty((len(every[0]), len(own)), dtype=torch.uint8)
+        sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        dist.all_gather_single(received.view(-1), sent, group=handles[every[0]])
+        return [bytes(row) for row in received.numpy()]
+
+    return open_lines(rank, every, meet, timeout_s)
 
 
 def _check_world(layout: Layout, rollout_layout: RolloutLayout, rank: int, timeout_s: float) -> None:

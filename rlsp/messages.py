@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-CHECKED_BYTES = 1 << 17
+CHECKED_BYTES = 1 << 18
 """A message up to this goes behind a header that is compared, where reading one waits for no device."""
 
 SMALLEST_BYTES = 4096
@@ -16,10 +16,10 @@ BUCKET_BYTES = 64 << 20
 """Weights that are handed over are gathered in buckets of about this size, over all ranks."""
 
 # Gathering everything and adding it locally is one exchange instead of two, but moves n/2 times as much.
-# Measured with gloo on 2 cores, medians, one | two: 8 ranks of 128 KiB 7.5 | 10.4 ms, of 256 KiB 11.6 | 9.6;
-# 4 ranks of 256 KiB 4.2 | 6.1, of 512 KiB 5.0 | 5.0; 2 ranks of 1 MiB 2.6 | 2.3. Both give the same bits: it
-# is about time.
-ONE_GATHER_BYTES = 1 << 20
+# Measured on 2 cores over lines, medians, one | two: 4 ranks of 128 KiB 1.7 | 1.6 ms, of 256 KiB 2.7 | 2.0; 8
+# ranks of 64 KiB 4.2 | 4.7, of 128 KiB 4.9 | 4.8. Over gloo one exchange is the faster for twice as long.
+# Both give the same bits: it is about time.
+ONE_GATHER_BYTES = 1 << 19
 
 # Integers have no order to keep, so above this size the backend's own all-reduce serves: it needs no second
 # copy of the tensor. Below, two exchanges are faster (backend | two: gloo, 8 ranks of 1 MiB 30 | 16 ms, of 4

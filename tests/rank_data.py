@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +31,25 @@ DTYPES = (
 
 
 PERIOD = 4099  # large tensors repeat that many drawn numbers: drawing them all would take most of the time
+
+
+# Ranks, and what small messages travel over; the latter is nothing's choice in a group of one.
+WIRES = [
+    (1, "nothing"),
+    *((ranks, "lines") for ranks in (2, 3, 4, 8)),
+    *((ranks, "gloo") for ranks in (2, 3, 8)),
+]
+
+
+@contextmanager
+def over(wire: str) -> Iterator[None]:
+    """Let each of the ranks that are forked meanwhile believe to be on a machine of its own, for `gloo`."""
+    with nullcontext() if wire == "lines" else mock.patch("rlsp.lines._machine", a_machine_of_its_own):
+        yield
+
+
+def a_machine_of_its_own() -> bytes:
+    return os.urandom(16)
 
 
 def world(rank: int, world_size: int, timeout_s: float = 30.0) -> Group:

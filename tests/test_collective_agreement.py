@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_data import refused, world
+from rank_data import WIRES, over, refused, world
 from ranks import Outcomes, RankError, run_checks, run_ranks
 
 from rlsp import collectives
@@ -149,9 +149,11 @@ CHECKS = [
 ]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4, 8], ids="{}_ranks".format)
+@pytest.fixture(scope="module", params=WIRES, ids="{0[0]}_ranks over {0[1]}".format)
 def outcomes(request: pytest.FixtureRequest) -> Outcomes:
-    return run_checks(request.param, CHECKS)
+    ranks, wire = request.param
+    with over(wire):
+        return run_checks(ranks, CHECKS)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

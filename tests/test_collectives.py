@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from rank_data import DTYPES, addends, backwards, patterned, same, world
+from rank_data import DTYPES, WIRES, addends, backwards, over, patterned, same, world
 from ranks import Outcomes, run_checks
 from torch import Tensor
 
@@ -175,9 +175,11 @@ CHECKS = [
 ]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4, 8], ids="{}_ranks".format)
+@pytest.fixture(scope="module", params=WIRES, ids="{0[0]}_ranks over {0[1]}".format)
 def outcomes(request: pytest.FixtureRequest) -> Outcomes:
-    return run_checks(request.param, CHECKS)
+    ranks, wire = request.param
+    with over(wire):
+        return run_checks(ranks, CHECKS)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -1,15 +1,16 @@
 """How bytes travel between ranks, what is checked before they leave and what is compared as they arrive.
 
-Measured with gloo on 2 cores (medians in ms on 2, 4 and 8 ranks):
-    gather of 4 KiB a rank: by all_to_all 0.5, 1.3, 3.9; by gloo's own ring 0.3, 4.0, 12.5
+Measured on 2 cores (medians in ms on 2, 4 and 8 ranks):
+    gather of 4 KiB a rank: by gloo's all_to_all 0.5, 1.3, 3.9; by gloo's own ring 0.3, 4.0, 12.5
     64 bytes take as long as 4 KiB.
     gather of 1 MiB a rank, on 4: by all_to_all 6.9; by gloo's ring 8.3; sent from rank to rank 5.0
     gather of 2 MiB a rank, on 8: 55, 48, 32
-So a message of up to CHECKED_BYTES to each rank goes by all_to_all, behind a header and padded to
-SMALLEST_BYTES; longer ones travel bare, and gathers from rank to rank. All small calls are then the same
-exchange, whatever they are called: where two different ones meet, every rank sees it in the headers at once.
-Without padding, gloo aborts the process that receives more than it expected; that is still so above
-SMALLEST_BYTES, and there the ledger's writer holds the last signatures. On other devices reading a header
+So a message of up to CHECKED_BYTES to each rank is exchanged with all, behind a header and padded to
+SMALLEST_BYTES: over direct lines between the ranks of one machine (`rlsp.lines`), else by all_to_all. Longer
+ones travel bare, and gathers from rank to rank. All small calls are then the same exchange, whatever they are
+called: where two different ones meet, every rank sees it in the headers at once. Lines carry messages of any
+lengths that far; gloo aborts the process that receives more than it expected, which padding prevents up to
+SMALLEST_BYTES, and above it the ledger's writer holds the last signatures. On other devices reading a header
 would wait for the device, so only `check_agreement` does.
 """
 
@@ -189,6 +190,11 @@ def _room(rows: int, octets: int, like: Tensor) -> Tensor:
     return determinism.unmarked(rows, octets, dtype=torch.uint8)
 
 
+def _rows(x: Tensor) -> list[memoryview]:
+    """View the rows of a tensor on the processor, uint8 [n, bytes], as memory."""
+    return [memoryview(row) for row in x.numpy()]
+
+
 def _spread(group: Group, own: Tensor, received: Tensor) -> None:
     """Send every peer the same memory, and put what comes from it into its row."""
     peers = [(group.index + step) % group.size for step in range(1, group.size)]
@@ -205,16 +211,18 @@ def _exchange_checked(call: Call, parts: Tensor) -> Tensor:
     row = row_bytes(payload)
     call.received((size - 1) * row)
     header = _HEADER.pack(call.trail.sequence, call.trail.chain).ljust(HEADER_BYTES, b"\0")
-    sent = _room(size, row, parts)
-    sent[:, :HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(parts.device)
-    sent[:, HEADER_BYTES : HEADER_BYTES + payload] = parts
-    sent[:, HEADER_BYTES + payload :] = 0
+    padding = bytes(row - HEADER_BYTES - payload)
+    messages = [(header, memoryview(part), padding) for part in parts.cpu().numpy()]
     received = _room(size, row, parts)
     with _on_wire(call):
-        dist.all_to_all_single(received, sent, group=call.group.handle)
-    headers = received[:, :HEADER_BYTES].contiguous().view(torch.int64).tolist()
-    if any(each != headers[0] for each in headers):
-        raise _disagreement(call, sent[:, :SMALLEST_BYTES].contiguous())
+        if call.group.lines is not None:
+            call.group.lines.exchange(messages, _rows(received))
+        else:
+            joined = bytearray().join(piece for message in messages for piece in message)
+            sent = torch.frombuffer(joined, dtype=torch.uint8).to(parts.device)
+            dist.all_to_all_single(received, sent.view(size, row), group=call.group.handle)
+    if any(bytes(each) != header for each in received[:, :HEADER_BYTES].cpu().numpy()):
+        raise _disagreement(call, received.new_empty((size, SMALLEST_BYTES)))
     return received[:, HEADER_BYTES : HEADER_BYTES + payload]
 
 
