@@ -278,10 +278,11 @@ def _answer(
         _, user, _ = _CREDENTIALS.unpack(
             stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )
-        if user != os.getuid():
+        greeting = stream.recv(_GREETING.size, socket.MSG_WAITALL) if user == os.getuid() else b""
+        if len(greeting) < _GREETING.size:
             stream.close()
             continue
-        number, peer = _GREETING.unpack(stream.recv(_GREETING.size, socket.MSG_WAITALL))
+        number, peer = _GREETING.unpack(greeting)
         stream.settimeout(None)
         streams[groups[number]][peer] = stream
         due -= 1
