@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-CHECKED_BYTES = 1 << 18
+CHECKED_BYTES = 1 << 20
 """A message up to this goes behind a header that is compared, where reading one waits for no device."""
 
 SMALLEST_BYTES = 4096

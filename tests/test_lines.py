@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -89,25 +90,131 @@ def test_a_rank_may_be_one_call_ahead() -> None:
     """It has this rank's message, and sends the next before this rank reads the first."""
     ends = pair()
     rows = [[bytearray(8), bytearray(8)] for _ in range(3)]
-    ends[1]._peers[0].send([b"1st call"])
-    ends[1]._peers[0].send([b"2nd call"])
+    ends[1]._peers[0].begin([b"1st call"])
+    ends[1]._peers[0].begin([b"2nd call"])
     for call in range(2):
         ends[0].exchange([(b"whatever",)] * 2, [memoryview(row) for row in rows[call]])
     assert [bytes(both[1]) for both in rows[:2]] == [b"1st call", b"2nd call"]
 
 
-def one_sided(end: Lines, length: int) -> None:
+def test_a_shorter_message_takes_nothing_of_the_next_one() -> None:
+    ends = pair()
+    ends[1]._peers[0].begin([b"short"])
+    ends[1]._peers[0].begin([b"the next"])
+    rows = [[bytearray(12), bytearray(12)] for _ in range(2)]
+    for each in rows:
+        ends[0].exchange([(bytes(12),)] * 2, [memoryview(row) for row in each])
+    assert [bytes(each[1]).rstrip(b"\0") for each in rows] == [b"short", b"the next"]
+
+
+def one_sided(end: Lines, length: int, size: int = 2) -> None:
     message = (bytes(length),)
-    end.exchange([message, message], [memoryview(bytearray(length)) for _ in PAIR])
+    end.exchange([message] * size, [memoryview(bytearray(length)) for _ in range(size)])
+
+
+def trio(timeout_s: float) -> tuple[Lines, ...]:
+    """Three ends in one process."""
+    sockets = {pair: socket.socketpair() for pair in ((0, 1), (0, 2), (1, 2))}
+    return tuple(
+        Lines(
+            (0, 1, 2),
+            rank,
+            {
+                pair[1 - pair.index(rank)]: ends[pair.index(rank)]
+                for pair, ends in sockets.items()
+                if rank in pair
+            },
+            timeout_s,
+        )
+        for rank in range(3)
+    )
 
 
 @pytest.mark.parametrize("length", [64, 5_000_000])
-def test_silence_is_an_error_that_names_the_rank_or_the_time(length: int) -> None:
+def test_silence_is_an_error_that_names_the_rank(length: int) -> None:
     ends = pair(timeout_s=0.3)
     started = time.monotonic()
-    with pytest.raises(LineError, match=r"rank 1 sent nothing for 0\.3 s|nothing moved for 0\.3 s"):
+    with pytest.raises(LineError, match=r"rank 1: nothing more came or went within 0\.3 s"):
         one_sided(ends[0], length)
     assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("timeout_s", [1e-9, 1e300])
+def test_no_timeout_is_too_short_or_too_long(timeout_s: float) -> None:
+    ends = pair(timeout_s)
+    if timeout_s < 1:
+        with pytest.raises(LineError):
+            one_sided(ends[0], 64)
+    else:
+        assert exchanged(ends, (5_000_000, 64))[1][1] == b"head" + b"B" * 60
+
+
+@pytest.mark.parametrize("length", [64, 1_000_000])
+def test_the_time_is_up_where_one_rank_has_left_and_another_is_silent(length: int) -> None:
+    """The one that left has done its part; nobody spins over its closed end."""
+    ends = trio(timeout_s=1.0)
+
+    def leave() -> None:
+        to_first = next(peer for peer in ends[1]._peers if peer.rank == 0)
+        rest = to_first.begin([bytes(length)])
+        message = lines._Incoming(memoryview(bytearray(length)))
+        while rest is not None or not message.whole:
+            rest = None if rest is None else to_first.send([rest])
+            to_first.receive(message)
+        ends[1].close()
+
+    used = time.process_time()
+    failed, _ = at_once(lambda: one_sided(ends[0], length, 3), leave)
+    assert str(failed) == "rank 2: nothing more came or went within 1 s"
+    assert time.process_time() - used < 0.8
+
+
+def test_a_rank_that_is_gone_is_named_while_another_is_only_slow() -> None:
+    ends = trio(timeout_s=30.0)
+    ends[2].close()
+    started = time.monotonic()
+    with pytest.raises(LineError, match="rank 2 closed its line"):
+        one_sided(ends[0], 64, 3)
+    assert time.monotonic() - started < 10
+
+
+def test_signals_do_not_put_the_end_off() -> None:
+    """Python takes up an interrupted call again; its time must not begin anew."""
+    ends = pair(timeout_s=0.5)
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    started = time.monotonic()
+    try:
+        with pytest.raises(LineError):
+            one_sided(ends[0], 64)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - started < 5
+
+
+class InterruptionError(Exception):
+    """What a signal handler raises."""
+
+
+def test_an_exchange_that_is_interrupted_closes_the_lines() -> None:
+    """What was on its way would be taken for the next message; and the others hear of it at once."""
+
+    def interrupt(*_: object) -> None:
+        raise InterruptionError
+
+    ends = pair(timeout_s=30.0)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(InterruptionError):
+            one_sided(ends[0], 64)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(LineError, match="closed when an earlier exchange failed"):
+        one_sided(ends[0], 64)
+    with pytest.raises(LineError, match="rank 0 closed its line"):
+        one_sided(ends[1], 64)
 
 
 @pytest.mark.parametrize("length", [64, 5_000_000])
@@ -116,19 +223,6 @@ def test_a_closed_line_is_an_error_that_names_the_rank(length: int) -> None:
     ends[1].close()
     with pytest.raises(LineError, match="rank 1 closed its line"):
         one_sided(ends[0], length)
-
-
-def test_what_was_sent_before_a_line_was_closed_arrives() -> None:
-    ends = pair()
-    ends[1]._peers[0].send([b"last"])
-    ends[1].close()
-    rows = [bytearray(4), bytearray(4)]
-    with pytest.raises(LineError):  # it takes nothing any more
-        ends[0].exchange([(b"late",)] * 2, [memoryview(row) for row in rows])
-    message = lines._Incoming(memoryview(rows[1]))
-    while not message.whole:
-        ends[0]._peers[0].receive(message, 1.0)
-    assert bytes(rows[1]) == b"last"
 
 
 def test_lines_close_with_their_last_user() -> None:
@@ -185,49 +279,57 @@ def test_what_one_rank_cannot_open_no_rank_uses(name: str) -> None:
     assert run_ranks(3, broken_on_one_rank, name) == [(True, [3.0])] * 3
 
 
-def test_a_stranger_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process of another user that knows the name gets no line, and no rank waits for it."""
-    names: list[bytes] = []
-    asked = iter([b"\2", *[os.getuid().to_bytes(4, "little")] * 9])
+STRANGERS: dict[str, Callable[[bytes], bytes | None]] = {
+    "says nothing": lambda _: None,
+    "leaves": lambda _: b"",
+    "guesses the secret": lambda secret: lines._GREETING.pack(0, 0, bytes(len(secret))),
+    "calls for another group": lambda secret: lines._GREETING.pack(99, 0, secret),
+    "is another rank": lambda secret: lines._GREETING.pack(0, 77, secret),
+}
 
-    class Listener(socket.socket):
-        def accept(self) -> tuple[socket.socket, Any]:
-            stream, address = super().accept()
-            return Stranger(stream) if next(asked) == b"\2" else stream, address
 
-    class Stranger(socket.socket):
-        def __init__(self, stream: socket.socket) -> None:
-            super().__init__(fileno=stream.detach())
-
-        def getsockopt(self, *_: Any) -> bytes:  # type: ignore[override]
-            return lines._CREDENTIALS.pack(1, os.getuid() + 1, 0)
-
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_a_stranger_is_not_let_in(kind: str) -> None:
+    """Whoever reads the listener's name, which the system shows, gets no line and keeps nobody waiting."""
     meeting = threading.Barrier(2)
     said: dict[tuple[int, int], bytes] = {}
-    turns = [0, 0]
-
-    def meet(rank: int, own: bytes) -> list[bytes]:
-        turn = turns[rank]
-        turns[rank] += 1
-        said[turn, rank] = own
-        if turn == 0 and rank == 1:
-            names.append(own[16:])
-            caller = socket.socket(socket.AF_UNIX)
-            caller.connect(lines._address(own[16:]))  # before rank 0 does
-            callers.append(caller)
-        meeting.wait(20)
-        return [said[turn, 0], said[turn, 1]]
-
     callers: list[socket.socket] = []
-    monkeypatch.setattr(lines.socket, "socket", Listener)
-    opened = at_once(
-        *(lambda rank=rank: open_lines(rank, [PAIR], lambda own: meet(rank, own), 20.0) for rank in PAIR)
-    )
-    monkeypatch.undo()
+
+    def met(rank: int) -> Callable[[bytes], list[bytes]]:
+        turns = iter(range(2))
+
+        def meet(own: bytes) -> list[bytes]:
+            turn = next(turns)
+            said[turn, rank] = own
+            if turn == 0 and rank == 1:  # before rank 0 calls
+                name, secret = lines._name_and_secret(own)
+                caller = socket.socket(socket.AF_UNIX)
+                caller.connect(lines._address(name))
+                greeting = STRANGERS[kind](secret)
+                if greeting is not None:
+                    caller.sendall(greeting)
+                if greeting == b"":
+                    caller.shutdown(socket.SHUT_WR)
+                callers.append(caller)
+            meeting.wait(20)
+            return [said[turn, 0], said[turn, 1]]
+
+        return meet
+
+    opened = at_once(*(lambda rank=rank: open_lines(rank, [PAIR], met(rank), 20.0) for rank in PAIR))
     ends = (opened[0][PAIR], opened[1][PAIR])
     assert exchanged(ends, (64, 64))[0][1] == b"head" + b"B" * 60
-    assert callers[0].recv(1) == b""
-    callers[0].close()
+    with callers[0] as caller:
+        assert caller.recv(1) == b""
+
+
+def test_another_users_process_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(lines._GREETING.pack(0, 0, bytes(16)) * 2)
+        assert lines._greeting(ours, bytes(16)) == (0, 0)
+        monkeypatch.setattr(lines.os, "getuid", lambda: os.geteuid() + 1)
+        assert lines._greeting(ours, bytes(16)) is None
 
 
 def unlike_lengths(rank: int, n: int) -> None:

@@ -1,7 +1,8 @@
 """Decoding's layers as one: a new token of every sequence, in three compiled calls a layer.
 
 Calling a module costs more than a few rows' arithmetic in it. What is called here is what the modules
-compute, operator by operator, with the same roundings; between the calls torch takes its own exp.
+compute, operator by operator, with the same roundings; between the calls torch takes its own exp. Of NaN no
+bits are promised: no token is drawn from them.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ WIDE_ELEMENTS = 1 << 24  # of one wide call's output, at most, unless one row ti
 
 Combine = Callable[[Tensor], Tensor]
 
-_TURNED = "rlsp_turned"  # of a weight: the version of its bits, together or not, and the copy
+_TURNED = "rlsp_turned"  # of a weight: which bits it had, together or not; and the copy
 
 
 class Product(Enum):
@@ -269,12 +269,13 @@ def turned(weight: Tensor, *, together: bool) -> Tensor:
     What is kept takes twice the memory of the weight in bfloat16.
     """
     kept = getattr(weight, _TURNED, None)
-    if kept is None or kept[:2] != (weight._version, together):
+    now = (weight._version, weight.data_ptr(), together)
+    if kept is None or kept[0] != now:
         wide = weight.detach().to(torch.float32)
         every = wide.reshape(1, -1, wide.shape[2]) if together else wide
-        kept = (weight._version, together, every.transpose(1, 2).contiguous())
+        kept = (now, every.transpose(1, 2).contiguous())
         setattr(weight, _TURNED, kept)
-    copy: Tensor = kept[2]
+    copy: Tensor = kept[1]
     return copy
 
 
