@@ -88,68 +88,27 @@ class Lines:
 
     def _exchange(self, messages: Sequence[Sequence[Octets]], rows: Sequence[memoryview]) -> None:
         """Send and receive as the sockets are ready, from all ranks at once: none of them waits in vain."""
-        open_ends = {}
-        for peer in self._peers:
-            open_ends[peer.stream.fileno()] = peer, _Incoming(rows[peer.at]), peer.begin(messages[peer.at])
+        turns = {peer.file: _Turn(peer, messages[peer.at], rows[peer.at]) for peer in self._peers}
         at, own = 0, rows[self._index]
         for piece in messages[self._index]:
             own[at : at + len(piece)] = piece
             at += len(piece)
         ready, deadline = select.poll(), time.monotonic() + self._timeout_s
-        for file, (_, _, unsent) in open_ends.items():
-            ready.register(file, select.POLLIN | (select.POLLOUT if unsent is not None else 0))
-        while open_ends:
+        for file, turn in turns.items():
+            ready.register(file, turn.wanted)
+        while turns:
             left_s = deadline - time.monotonic()
             found = ready.poll(min(1e3 * left_s, _LONGEST_POLL_MS)) if left_s > 0 else []
             if not found:
-                waited_for = ", ".join(sorted(f"rank {peer.rank}" for peer, _, _ in open_ends.values()))
-                raise LineError(f"{waited_for}: nothing more came or went within {self._timeout_s:g} s")
+                late = ", ".join(sorted(f"rank {turn.peer.rank}" for turn in turns.values()))
+                raise LineError(f"{late}: nothing more came or went within {self._timeout_s:g} s")
             for file, event in found:
-                peer, message, unsent = open_ends[file]
-                if unsent is not None and event & ~select.POLLIN:
-                    unsent = peer.send([unsent])
-                if not message.whole and event & ~select.POLLOUT:
-                    peer.receive(message)
-                open_ends[file] = peer, message, unsent
-                wanted = (0 if message.whole else select.POLLIN) | (0 if unsent is None else select.POLLOUT)
-                if wanted:
-                    ready.modify(file, wanted)
+                turns[file].serve(event)
+                if turns[file].wanted:
+                    ready.modify(file, turns[file].wanted)
                 else:
                     ready.unregister(file)
-                    del open_ends[file]
-
-
-class _Incoming:
-    """A message on its way in."""
-
-    def __init__(self, row: memoryview) -> None:
-        self._prefix, self._row, self._got = bytearray(_PREFIX.size), row, 0
-        self.whole = False
-
-    def missing(self) -> memoryview:
-        """Return where the next bytes belong: no further than this message goes."""
-        at = self._got - _PREFIX.size
-        if at < 0:
-            return memoryview(self._prefix)[self._got :]
-        end = min(self._length, len(self._row))
-        return (
-            self._row[at:end] if at < end else memoryview(bytearray(min(self._length - at, _DROPPED_BYTES)))
-        )
-
-    def take(self, count: int) -> None:
-        """Note that bytes came."""
-        self._got += count
-        self.whole = self._got >= _PREFIX.size and self._got == _PREFIX.size + self._length
-
-    @property
-    def begun(self) -> bool:
-        """Tell whether the length is known, and some of the message missing."""
-        return self._got >= _PREFIX.size and not self.whole
-
-    @property
-    def _length(self) -> int:
-        (length,) = _PREFIX.unpack(self._prefix)
-        return int(length)
+                    del turns[file]
 
 
 class _Peer:
@@ -158,16 +117,12 @@ class _Peer:
     def __init__(self, rank: int, at: int, stream: socket.socket) -> None:
         stream.setblocking(False)
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
-        self.rank, self.at, self.stream = rank, at, stream
-
-    def begin(self, pieces: Sequence[Octets]) -> memoryview | None:
-        """Send a message behind its length; return what there was no room for."""
-        return self.send([_PREFIX.pack(sum(map(len, pieces))), *pieces])
+        self.rank, self.at, self.file, self._stream = rank, at, stream.fileno(), stream
 
     def send(self, pieces: Sequence[Octets]) -> memoryview | None:
         """Send as much as there is room for; return the rest, None if there is none."""
         try:
-            sent = self.stream.sendmsg(pieces)
+            sent = self._stream.sendmsg(pieces)
         except BlockingIOError:
             sent = 0
         except OSError as error:
@@ -176,25 +131,63 @@ class _Peer:
             return None
         return memoryview(pieces[0] if len(pieces) == 1 else b"".join(pieces))[sent:]
 
-    def receive(self, message: _Incoming) -> None:
-        """Receive what is there of a message."""
+    def receive(self, room: memoryview) -> int:
+        """Receive what is there, as far as there is room; return how much."""
         try:
-            count = self.stream.recv_into(message.missing())
-            if not count:
-                raise LineError(f"rank {self.rank} closed its line")
-            message.take(count)
-            if message.begun:  # the prefix came alone: what it is the prefix of is there as well, mostly
-                message.take(self.stream.recv_into(message.missing()))
+            count = self._stream.recv_into(room)
         except BlockingIOError:
-            return
+            return 0
         except OSError as error:
             raise self._failed(error) from error
+        if not count:
+            raise LineError(f"rank {self.rank} closed its line")
+        return count
 
     def _failed(self, error: OSError) -> LineError:
         gone = isinstance(error, BrokenPipeError | ConnectionResetError)
         return LineError(
             f"rank {self.rank} closed its line" if gone else f"line to rank {self.rank}: {error}"
         )
+
+
+class _Turn:
+    """One exchange with one peer: a message out, behind its length, and one in."""
+
+    def __init__(self, peer: _Peer, message: Sequence[Octets], row: memoryview) -> None:
+        self.peer, self._row = peer, row
+        self._prefix, self._got = bytearray(_PREFIX.size), 0
+        self._unsent = peer.send([_PREFIX.pack(sum(map(len, message))), *message])
+
+    @property
+    def wanted(self) -> int:
+        """Say what is to be waited for; 0 where all is done."""
+        return (0 if self._whole else select.POLLIN) | (0 if self._unsent is None else select.POLLOUT)
+
+    def serve(self, event: int) -> None:
+        """Send and receive what can be; an end that was closed shows itself in what was wanted of it."""
+        if self._unsent is not None and event & ~select.POLLIN:
+            self._unsent = self.peer.send([self._unsent])
+        if not self._whole and event & ~select.POLLOUT:
+            self._got += self.peer.receive(self._missing())
+            if self._length is not None and not self._whole:  # behind its length, the rest is mostly there
+                self._got += self.peer.receive(self._missing())
+
+    @property
+    def _length(self) -> int | None:
+        return _PREFIX.unpack(self._prefix)[0] if self._got >= _PREFIX.size else None
+
+    @property
+    def _whole(self) -> bool:
+        length = self._length
+        return length is not None and self._got == _PREFIX.size + length
+
+    def _missing(self) -> memoryview:
+        """Return where the next bytes belong: no further than this message goes."""
+        length, at = self._length, self._got - _PREFIX.size
+        if length is None:
+            return memoryview(self._prefix)[self._got :]
+        end = min(length, len(self._row))
+        return self._row[at:end] if at < end else memoryview(bytearray(min(length - at, _DROPPED_BYTES)))
 
 
 def open_lines(

@@ -26,6 +26,12 @@ from rlsp.messages import CHECKED_BYTES
 PAIR = (0, 1)
 
 
+def sends(end: Lines, message: bytes, to: int = 0) -> None:
+    """Send one message alone, which must fit the socket."""
+    peer = next(peer for peer in end._peers if peer.rank == to)
+    assert peer.send([lines._PREFIX.pack(len(message)), message]) is None
+
+
 def pair(timeout_s: float = 20.0) -> tuple[Lines, Lines]:
     """Two ends in one process."""
     a, b = socket.socketpair()
@@ -90,8 +96,8 @@ def test_a_rank_may_be_one_call_ahead() -> None:
     """It has this rank's message, and sends the next before this rank reads the first."""
     ends = pair()
     rows = [[bytearray(8), bytearray(8)] for _ in range(3)]
-    ends[1]._peers[0].begin([b"1st call"])
-    ends[1]._peers[0].begin([b"2nd call"])
+    sends(ends[1], b"1st call")
+    sends(ends[1], b"2nd call")
     for call in range(2):
         ends[0].exchange([(b"whatever",)] * 2, [memoryview(row) for row in rows[call]])
     assert [bytes(both[1]) for both in rows[:2]] == [b"1st call", b"2nd call"]
@@ -99,8 +105,8 @@ def test_a_rank_may_be_one_call_ahead() -> None:
 
 def test_a_shorter_message_takes_nothing_of_the_next_one() -> None:
     ends = pair()
-    ends[1]._peers[0].begin([b"short"])
-    ends[1]._peers[0].begin([b"the next"])
+    sends(ends[1], b"short")
+    sends(ends[1], b"the next")
     rows = [[bytearray(12), bytearray(12)] for _ in range(2)]
     for each in rows:
         ends[0].exchange([(bytes(12),)] * 2, [memoryview(row) for row in each])
@@ -156,11 +162,9 @@ def test_the_time_is_up_where_one_rank_has_left_and_another_is_silent(length: in
 
     def leave() -> None:
         to_first = next(peer for peer in ends[1]._peers if peer.rank == 0)
-        rest = to_first.begin([bytes(length)])
-        message = lines._Incoming(memoryview(bytearray(length)))
-        while rest is not None or not message.whole:
-            rest = None if rest is None else to_first.send([rest])
-            to_first.receive(message)
+        turn = lines._Turn(to_first, [bytes(length)], memoryview(bytearray(length)))
+        while turn.wanted:
+            turn.serve(turn.wanted)
         ends[1].close()
 
     used = time.process_time()
@@ -227,7 +231,7 @@ def test_a_closed_line_is_an_error_that_names_the_rank(length: int) -> None:
 
 def test_lines_close_with_their_last_user() -> None:
     first, second = pair()
-    stream = first._peers[0].stream
+    stream = first._peers[0]._stream
     del first
     assert stream.fileno() == -1
     second.close()
