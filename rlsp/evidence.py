@@ -19,6 +19,7 @@ from rlsp.config import Config, Job
 from rlsp.config.agreed import agreed_hash
 from rlsp.groups import Mesh
 from rlsp.model.assemble import Models
+from rlsp.model.decoder import Decoder
 from rlsp.model.weights import weight_entries
 from rlsp.model.wiring import NATIVE, STRICT, Operator, Phase
 from rlsp.numerics.compiled import running
@@ -110,9 +111,17 @@ def startup_facts(
         paths={f"{s.product.value} n={s.n} k={s.k}": "wide" for s in certificate.wide}
         | dict.fromkeys(certificate.narrowed, "leaf")
         | {f"kernel {name}": path for name, path in kernels_run.paths().items()}
-        | {f"messages {group.axis}": "lines" if group.lines else "backend" for group in mesh.groups},
+        | {f"messages {group.axis}": "lines" if group.lines else "backend" for group in mesh.groups}
+        | _decoding(models),
         agreement=tuple(agreement),
     )
+
+
+def _decoding(models: Models) -> dict[str, str]:
+    """Say what takes a new token through rank 0's engine, where it has one."""
+    if models.engine is None:
+        return {}
+    return {"decoding": "layers as one" if Decoder(models.engine).as_one else "modules"}
 
 
 def _weight_source(config: Config, mesh: Mesh) -> WeightSource | None:

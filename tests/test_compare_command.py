@@ -200,6 +200,14 @@ def test_other_code_packages_and_kernels_are_noted_and_not_refused(run_a, tmp_pa
 # Damage ---------------------------------------------------------------------------
 
 
+def test_other_paths_are_noted_but_not_those_that_one_layout_alone_has(run_a, tmp_path):
+    def startup(said: dict[str, Any]) -> None:
+        said["paths"].update({"messages cp": "lines", "head": "fused"})
+
+    found = compare(run_a, make_run(tmp_path / "b", LAYOUT_B, startup=startup))
+    assert [note for note in found.notes if "paths" in note] == ["paths: head is leaf against fused"]
+
+
 def test_damaged_evidence_is_refused_by_name(run_a, tmp_path):
     copy = Path(shutil.copytree(run_a, tmp_path / "copy"))
     path = copy / "digests" / "00001.json"

@@ -491,6 +491,7 @@ def test_a_run_leaves_the_same_digests_on_either_path_and_says_which(
         {name: path for name, path in side.paths.items() if name.startswith("kernel ")} for side in (on, off)
     ]
     assert paths == [{f"kernel {kernel.value}": path for kernel in Kernel} for path in ("compiled", "torch")]
+    assert [side.paths["decoding"] for side in (on, off)] == ["layers as one", "modules"]
     assert (on.certificate["compiled"], off.certificate["compiled"]) == (
         kernels.origin,
         "numerics.compiled=false",

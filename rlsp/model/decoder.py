@@ -23,6 +23,11 @@ class Decoder:
         self._model = model
         self._layers = _together(model)
 
+    @property
+    def as_one(self) -> bool:
+        """Tell whether layers are taken as one, where there are few sequences and nobody listens."""
+        return self._layers is not None
+
     def hidden(self, tokens: Tensor, channel: Channel) -> Tensor:
         """Return what `model.hidden` does, [n, b, H], for tokens int64 [b, n] and a channel with a cache.
 

@@ -121,10 +121,11 @@ def notes(a: Manifest, b: Manifest) -> tuple[str, ...]:
         found += unequal(f"package {package}", a.packages.get(package), b.packages.get(package))
     found += unequal("processor", a.hardware.cpu, b.hardware.cpu)
     if a.startup is not None and b.startup is not None:
-        for what in ("kernels", "paths"):
-            mine, other = getattr(a.startup, what), getattr(b.startup, what)
-            for key in sorted(mine.keys() | other.keys()):
-                found += unequal(f"{what}: {key}", mine.get(key), other.get(key))
+        mine, other = a.startup.kernels, b.startup.kernels
+        for key in sorted(mine.keys() | other.keys()):
+            found += unequal(f"kernels: {key}", mine.get(key), other.get(key))
+        for key in sorted(a.startup.paths.keys() & b.startup.paths.keys()):  # a layout may have its own
+            found += unequal(f"paths: {key}", a.startup.paths[key], b.startup.paths[key])
     return tuple(found[:_SHOWN] + ([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []))
 
 
