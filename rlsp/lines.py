@@ -28,9 +28,7 @@ Meet = Callable[[bytes], list[bytes]]
 
 _PREFIX = struct.Struct("<q")  # of a message: its length
 _SECRET_BYTES = 16
-_GREETING = struct.Struct(
-    f"<ii{_SECRET_BYTES}s"
-)  # number of the group, rank that calls, secret of the one called
+_GREETING = struct.Struct(f"<ii{_SECRET_BYTES}s")  # number of the group, own rank, secret of the one called
 _CREDENTIALS = struct.Struct("3i")  # process, user and group at the other end (unix(7), SO_PEERCRED)
 _MACHINE_BYTES, _NAME_BYTES = 16, 16
 _ANSWER_S = 10.0  # within which the ranks, which have just met, connect
@@ -49,7 +47,7 @@ class Lines:
 
     def __init__(
         self, ranks: Sequence[int], rank: int, streams: Mapping[int, socket.socket], timeout_s: float
-    ):
+    ) -> None:
         """Take a connected stream to every other one of `ranks`."""
         index, size = ranks.index(rank), len(ranks)
         self._index, self._timeout_s = index, timeout_s

@@ -285,6 +285,18 @@ def test_turned_weights_are_kept_until_their_bits_change(kernels: Kernels, produ
     assert calls.call_count == 6
 
 
+def test_weights_that_were_given_other_memory_are_turned_anew(kernels: Kernels) -> None:
+    """Assigning `.data` leaves a tensor's version as it was."""
+    first, second = (cancelling(3, 40, 64, seed)[1].unsqueeze(0) for seed in (1, 9))
+    held = first.clone()
+    with using(kernels):
+        before, _ = few_and_leaf(held, Product.ROW)
+        held.data = second
+        got, want = few_and_leaf(held, Product.ROW)
+    assert same_bits(got, want)
+    assert not same_bits(got, before)
+
+
 def test_weights_that_are_trained_are_not_kept_turned(kernels: Kernels) -> None:
     weight = torch.nn.Parameter(cancelling(3, 40, 64, 1)[1].unsqueeze(0))
     with using(kernels), mock.patch.object(kernels.library, "rlsp_few_rows", side_effect=AssertionError):

@@ -86,6 +86,10 @@ class Heads:
     epsilon: float
     scale: float
 
+    def size(self, qkv: Tensor) -> int:
+        """Return the size of a head, D, of a QKV weight."""
+        return qkv.shape[0] * qkv.shape[1] // (self.groups * (self.queries + 2))
+
 
 class Layers:
     """All layers of a model whose weights do not change meanwhile."""
@@ -99,7 +103,7 @@ class Layers:
     def fit(self, block: int) -> bool:
         """Tell whether the compiled functions take these sizes, and a cache in blocks of `block` keys."""
         first, heads = self._weights[0], self._heads
-        v, narrow, hidden = first.qkv.shape
+        v, _, hidden = first.qkv.shape
         products = {
             Product.COLUMN: [matrix for layer in self._weights for matrix in (layer.qkv, layer.fc1)],
             Product.ROW: [matrix for layer in self._weights for matrix in (layer.projection, layer.fc2)],
@@ -110,7 +114,7 @@ class Layers:
             and first.qkv.dtype in (torch.bfloat16, torch.float32)
             and hidden <= LONGEST_NORM
             and heads.queries <= QUERIES
-            and v * narrow // (heads.groups * (heads.queries + 2)) in HEADS
+            and heads.size(first.qkv) in HEADS
             and v <= TREE_LEAVES
         )
 
@@ -218,7 +222,7 @@ class _Room:
         b, room = self.shape = shape
         (v, narrow, hidden), ffn = weights.qkv.shape, weights.fc2.shape[0] * weights.fc2.shape[2]
         all_heads = b * heads.groups * heads.queries
-        d = v * narrow // (heads.groups * (heads.queries + 2))
+        d = heads.size(weights.qkv)
         sizes = {
             "stream": b * hidden,
             "rows": b * hidden,
