@@ -15,6 +15,7 @@ from model_helpers import BF16, TINY, alone, contract_of, engine, mesh_of
 from ranks import run_ranks
 
 from rlsp.config import ModelConfig
+from rlsp.groups import Mesh
 from rlsp.layout import Layout, RolloutLayout
 from rlsp.model.assemble import wanted_products
 from rlsp.model.build import initialize
@@ -56,16 +57,18 @@ def counted(kernels: Kernels) -> Iterator[mock.Mock]:
         yield calls
 
 
-def engine_of(shape: ModelConfig, seed: int = 0, routes: Mapping[str, str] | None = None) -> NativeEngine:
+def engine_of(
+    shape: ModelConfig, seed: int = 0, routes: Mapping[str, str] | None = None, mesh: Mesh | None = None
+) -> NativeEngine:
     """Build an engine whose products are certified under the kernels that run now."""
     contract, leaf = contract_of(shape), Products(32)
-    found = certify(leaf, wanted_products(shape, contract, (8,)), contract.token_block, 1)
+    found = certify(leaf, wanted_products(shape, contract, (4, 8)), contract.token_block, 1)
     products = leaf.certified(found.wide, found.few)
     with (
         mock.patch("model_helpers.products", return_value=products),
         mock.patch("model_helpers.Wiring", side_effect=partial(Wiring, routes=routes or {})),
     ):
-        one = engine(alone(), shape=shape, seed=seed)
+        one = engine(mesh or alone(), shape=shape, seed=seed)
     assert one is not None
     return one
 
@@ -168,12 +171,7 @@ def on_two_ranks(rank: int, world: int, folder: str) -> tuple[list[Response], in
     kernels = load(Path(folder))
     mesh = mesh_of(Layout(dp=1, cp=1, tp=2, sp=1), rank, RolloutLayout(2, 1, world))
 
-    def one() -> NativeEngine:
-        found = engine(mesh, shape=LONGER, seed=0)
-        assert found is not None
-        return found
-
-    return generated(kernels, one, SEQUENCES)
+    return generated(kernels, lambda: engine_of(LONGER, mesh=mesh), SEQUENCES)
 
 
 def test_an_engine_of_two_ranks_runs_its_modules_and_draws_the_same(
